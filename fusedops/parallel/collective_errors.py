@@ -64,15 +64,13 @@ class ErrorCode(IntEnum):
     TYPE = 1
     VALUE = 2
     PLAN = 3
-    TOO_MANY_ROWS = 4
-    OTHER_GROUP = 5
+    OTHER_GROUP = 4
 
 
 _REPORTS = {
     ErrorCode.TYPE: "got an argument of a wrong type",
     ErrorCode.VALUE: "got arguments that do not fit each other or the group",
     ErrorCode.PLAN: "got a plan whose expert ids or offsets are out of range",
-    ErrorCode.TOO_MANY_ROWS: "would receive more than max_rows rows",
     ErrorCode.OTHER_GROUP: "received or raised an error in the exchange between nodes",
 }
 

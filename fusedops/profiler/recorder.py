@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fusedops._core import checks
 from fusedops.parallel.comm import host_groups
 from fusedops.parallel.comm.collectives import COMPUTE, Log
-from fusedops.parallel.comm.stream_waits import stream_event
+from fusedops.parallel.comm.log import stream_event
 from fusedops.profiler.timings import FIELDS, GROUPS, REGULAR, SECTIONS, RunShape, column
 
 # Of ``time.perf_counter``, or a timing event of a GPU.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import fusedops
 from fusedops import RoutingPlan
 from fusedops._core import dtypes
+from fusedops.parallel import expert_parallel
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 24, 20
 
@@ -217,3 +219,45 @@ def assert_within_budget(
     excess = (got.double() - truth).abs() - budget
     assert not (excess > 0).any(), f"{name}: over the budget by {excess.max():.3g}"
     assert not got.isnan().any(), f"{name}: NaN"
+
+
+def layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
+    """Run the sharded layer on a rank's part."""
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return experts(rows, plan, p.w1, p.w2)
+
+    return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
+
+
+def assert_case(
+    name: str,
+    group: Any,
+    place: tuple[int, int],
+    dtype: torch.dtype,
+    depth: int | None = None,
+    **options: Any,
+) -> None:
+    """Assert that a rank, ``place`` of them, has the bits of one process for its tokens.
+
+    Gradients, and sums that a node rounds, lie within the error budget of ``depth``, by default the
+    number of all tokens.
+    """
+    rank, ranks = place
+    whole, known = problem(name, ranks, dtype), expected(name, ranks, dtype)
+    mine = whole.part(rank, ranks)
+    output = layer(mine, group, **options)
+    first = sum(whole.counts[:rank])
+    tokens = slice(first, first + whole.counts[rank])
+    where, depth = f"{name} on {ranks}, {dtype}, {options}", depth or len(whole.input)
+    if options.get("reduce") == "node":
+        truth, alone = known.true_output[tokens], known.output[tokens]
+        assert_within_budget(output, truth, alone, where, depth)
+    else:
+        assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
+    per_rank = NUM_EXPERTS // ranks
+    shard = slice(rank * per_rank, (rank + 1) * per_rank)
+    parts = (tokens, tokens, shard, shard)
+    for i, (grad, part) in enumerate(zip(gradients(output, mine), parts, strict=True)):
+        truth, alone = known.true_gradients[i][part], known.gradients[i][part]
+        assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", depth)

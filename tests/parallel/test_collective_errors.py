@@ -57,7 +57,7 @@ def _vote(world: World, code: ErrorCode | None) -> tuple[str, bool]:
     ("code", "report"),
     [
         (None, "got an argument of a wrong type"),
-        (ErrorCode.TOO_MANY_ROWS, "would receive more than max_rows rows"),
+        (ErrorCode.PLAN, "got a plan whose expert ids or offsets are out of range"),
     ],
 )
 def test_a_vote_names_the_rank_and_its_code(

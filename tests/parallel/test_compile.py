@@ -18,7 +18,8 @@ from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.operators import CombineArguments, DispatchArguments, DispatchResults
+from fusedops.parallel.expert.all_to_all import DispatchResults
+from fusedops.parallel.expert.operators import DispatchArguments
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -96,12 +97,10 @@ def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
     ("shape", "options"),
     [
         ((2,), {}),
-        ((2,), {"max_rows": 2 * TOKENS * TOP_K}),
         ((2, 2), {}),
         ((2, 2), {"reduce": "node"}),
         pytest.param((1,), {}, marks=pytest.mark.slow),
         pytest.param((4,), {}, marks=pytest.mark.slow),
-        pytest.param((2, 2), {"max_rows": 4 * TOKENS * TOP_K}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -112,9 +111,9 @@ def test_one_graph_for_every_routing_gives_the_bits_of_eager(
     assert graphs == [1] * len(graphs)
 
 
-def _collectives(world: World, max_rows: int | None) -> list[int]:
+def _collectives(world: World) -> list[int]:
     """Return the collectives of a forward and a backward pass, in a graph and without."""
-    block = _Block(world, (2, 2), max_rows=max_rows)
+    block = _Block(world, (2, 2))
     if not world.member(4):
         return []
     step, _ = _compiled(block.routed)
@@ -131,12 +130,9 @@ def _collectives(world: World, max_rows: int | None) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("max_rows", "forward"), [(None, 6), (4 * TOKENS * TOP_K, 9)])
-def test_a_graph_over_nodes_has_the_collectives_of_eager(
-    on_ranks: OnRanks, max_rows: int | None, forward: int
-) -> None:
-    """Of a dimension two to dispatch, one to combine; to agree on a bound takes three more."""
-    assert on_ranks(_collectives, max_rows)[:4] == 4 * [2 * [forward, 4]]
+def test_a_graph_over_nodes_has_the_collectives_of_eager(on_ranks: OnRanks) -> None:
+    """Of a dimension two to dispatch, one to combine."""
+    assert on_ranks(_collectives)[:4] == 4 * [2 * [6, 4]]
 
 
 def _some_compiled(world: World) -> None:
@@ -153,39 +149,35 @@ def test_a_compiled_rank_and_one_that_is_not_understand_each_other(on_ranks: OnR
     on_ranks(_some_compiled)
 
 
-def _growing(world: World) -> int:
-    """Other numbers of tokens, one graph for all but the first."""
-    block = _Block(world, (2, 1))
-    if not world.member(2):
-        return 2
-    step, counter = _compiled(block.routed)
-    for tokens in (6, 7, 4):
-        x = torch.randn(tokens, HIDDEN, requires_grad=True)
+def _routed(world: World, shape: Shape, tokens: list[list[int]], backend: str = "aot_eager") -> int:
+    """Compare batches of so many tokens of each rank; return how many graphs were made."""
+    block = _Block(world, shape)
+    if not world.member(math.prod(shape)):
+        return 0
+    step, counter = _compiled(block.routed, backend)
+    for counts in tokens:
+        x = torch.randn(counts[world.rank], HIDDEN, requires_grad=True)
         _assert_same_bits(block.routed, step, (x,), block.parameters)
     return counter.frame_count
 
 
-def test_another_number_of_tokens_is_compiled_once(on_ranks: OnRanks) -> None:
-    assert on_ranks(_growing) == [2] * 8
-
-
-def _uneven(world: World, shape: Shape, tokens: list[int]) -> None:
-    block = _Block(world, shape)
-    if world.member(math.prod(shape)):
-        step, counter = _compiled(block.routed)
-        for _ in range(2):
-            x = torch.randn(tokens[world.rank], HIDDEN, requires_grad=True)
-            _assert_same_bits(block.routed, step, (x,), block.parameters)
-        assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize(
-    ("shape", "tokens"), [((2,), [0, 5]), ((2, 2), [5, 0, 1, 7]), ((2, 1), [0, 0])], ids=str
+    ("shape", "tokens", "graphs"),
+    [
+        # Other numbers of tokens, one graph for all but the first.
+        ((2, 1), [[6, 6], [7, 7], [4, 4]], 2),
+        # Ranks without tokens compile too.
+        ((2,), [[0, 5]] * 2, 1),
+        ((2, 2), [[5, 0, 1, 7]] * 2, 1),
+        ((2, 1), [[0, 0]] * 2, 1),
+    ],
+    ids=str,
 )
-def test_ranks_without_tokens_compile_too(
-    on_ranks: OnRanks, shape: Shape, tokens: list[int]
+def test_any_number_of_tokens_is_compiled_once(
+    on_ranks: OnRanks, shape: Shape, tokens: list[list[int]], graphs: int
 ) -> None:
-    on_ranks(_uneven, shape, tokens)
+    ranks = math.prod(shape)
+    assert on_ranks(_routed, shape, tokens)[:ranks] == [graphs] * ranks
 
 
 def _ignoring(world: World, shape: Shape) -> None:
@@ -261,66 +253,6 @@ def test_the_handle_of_a_graph_has_the_counts_as_tensors(on_ranks: OnRanks, shap
     on_ranks(_counted, shape)
 
 
-def _padded(world: World, shape: Shape) -> None:
-    """With a bound, eagerly: rows behind those that arrived are zeros and nobody's."""
-    group = world.group(*shape)
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), group)
-    wide, wide_plan, bounded = moe_dispatch(mine.input, mine.plan(), group, max_rows=300)
-    assert wide.shape == (300, HIDDEN) and torch.equal(wide[: len(rows)], rows)
-    assert not wide[len(rows) :].any() and not wide_plan.probs[len(rows) :].any()
-    assert torch.equal(wide_plan.offsets, plan.offsets)
-    wide = torch.where(torch.arange(300)[:, None] < len(rows), wide, torch.nan)
-    want, got = (
-        moe_combine(each * 2, by, weighted=True) for each, by in ((rows, handle), (wide, bounded))
-    )
-    assert torch.equal(got, want)
-    leaves = [mine.input, mine.probs]
-    for a, b in zip(*(torch.autograd.grad(y, leaves, mine.grad) for y in (got, want)), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
-def test_rows_behind_those_that_arrived_are_nobodys(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_padded, shape)
-
-
-def _too_many(world: World, shape: Shape, bound: int, wrong: int = 0) -> str:
-    group = world.group(*shape)
-    mine = problem("one_expert", 8, torch.float32).part(world.rank, 8)
-    try:
-        moe_dispatch(mine.input, mine.plan(), group, max_rows=bound + wrong * (world.rank == 2))
-    except ValueError as error:
-        dist.barrier(world.groups[8])
-        return str(error)
-    return "no error"
-
-
-def test_more_rows_than_the_bound_raise_on_every_rank(on_ranks: OnRanks) -> None:
-    errors = on_ranks(_too_many, (8,), 10)
-    assert "max_rows must be at least the" in errors[7] and errors[7].endswith("got 10")
-    for error in errors[:7]:
-        assert error.endswith("rank 7 of the group would receive more than max_rows rows"), error
-    for error in on_ranks(_too_many, (8,), 300, 1):
-        assert "agree on max_rows, got [300, 300, 301, 300" in error, error
-
-
-def test_more_rows_than_the_bound_raise_on_every_rank_of_every_node(on_ranks: OnRanks) -> None:
-    """All rows go to the last rank; 50 is enough for what crosses between nodes."""
-    errors = on_ranks(_too_many, (2, 4), 50)
-    assert "max_rows must be at least the" in errors[7] and errors[7].endswith("got 50")
-    for error in errors[4:7]:
-        assert error.endswith("rank 3 of this node would receive more than max_rows rows"), error
-    for error in errors[:4]:
-        assert error.endswith("a rank of node 1 would receive more than max_rows rows"), error
-    # Some pairs of ranks have more than 15 tokens, the others hear of it within their node.
-    for rank, error in enumerate(on_ranks(_too_many, (2, 4), 15)):
-        heard = "max_rows" if rank in (1, 2, 5, 6) else "in the exchange between nodes"
-        assert heard in error, error
-    for error in on_ranks(_too_many, (2, 4), 300, 1):
-        assert error != "no error"
-
-
 FAULTS = {
     "ids": "moe_dispatch: plan must have",
     "plan": "moe_dispatch: plan must have",
@@ -328,29 +260,31 @@ FAULTS = {
 }
 
 
-def _wrong_in_a_graph(world: World, shape: Shape) -> list[str]:
-    """A graph runs; later something is wrong on one rank, and all raise out of the graph."""
+def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str]:
+    """A graph runs; later something is wrong on the last rank, and all raise out of the graph."""
     group, ranks = world.group(*shape), math.prod(shape)
     if not world.member(ranks):
         return []
     mine = problem("uneven", ranks, torch.float32).part(world.rank, ranks)
 
     def layer(input: torch.Tensor, plan: RoutingPlan, more: torch.Tensor) -> torch.Tensor:
-        rows, _, handle = moe_dispatch(input, plan, group, validate=True)
+        rows, _, handle = moe_dispatch(input, plan, group)
         return moe_combine(torch.cat((more, rows))[2:], handle)
 
     step, counter = _compiled(layer)
     right, told = mine.plan(), []
     more = mine.input.new_zeros(2, HIDDEN)
     torch._dynamo.mark_dynamic(more, 0)
-    for fault in FAULTS:
+    for fault in faults:
         step(mine.input, right, more)  # after a fault as well
         plan, longer = right, more
-        if world.rank == 1 and fault == "plan":
+        if world.rank < ranks - 1:
+            pass
+        elif fault == "plan":
             plan = RoutingPlan(**{**vars(plan), "permutation": plan.permutation + 1})
-        elif world.rank == 1 and fault == "ids":
+        elif fault == "ids":
             plan = RoutingPlan(**{**vars(plan), "expert_ids": plan.expert_ids - 1})
-        elif world.rank == 1 and fault == "result":
+        elif fault == "result":
             longer = mine.input.new_zeros(3, HIDDEN)
         try:
             step(mine.input, plan, longer)
@@ -362,14 +296,19 @@ def _wrong_in_a_graph(world: World, shape: Shape) -> list[str]:
     return told
 
 
-@over_both
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [((1,), ["result"]), ((2,), ["ids", "plan"]), ((2, 2), ["ids", "plan"])],
+    ids=str,
+)
 def test_what_is_wrong_on_one_rank_raises_out_of_every_graph(
-    on_ranks: OnRanks, shape: Shape
+    on_ranks: OnRanks, shape: Shape, faults: list[str]
 ) -> None:
-    found = on_ranks(_wrong_in_a_graph, shape)[: math.prod(shape)]
-    for rank, told in enumerate(found):
-        for reason, error in zip(FAULTS.values(), told, strict=True):
-            wanted = reason if rank == 1 else f"{reason.split()[0]} (a )?rank"
+    ranks = math.prod(shape)
+    for rank, told in enumerate(on_ranks(_wrong_in_a_graph, shape, faults)[:ranks]):
+        for fault, error in zip(faults, told, strict=True):
+            reason = FAULTS[fault]
+            wanted = reason if rank == ranks - 1 else f"{reason.split()[0]} (a )?rank"
             assert re.match(wanted, error) is not None, error
 
 
@@ -384,12 +323,7 @@ def _operators(world: World) -> None:
     plan, ops = mine.plan(), torch.ops.fusedops
     slots = plan.permutation.numel()
     backwards = torch.arange(slots, dtype=torch.int32).flip(0)
-    for bound, groups, level in (
-        (None, flat, 0),
-        (slots, flat, 0),
-        (None, nodes, 0),
-        (slots, nodes, 1),
-    ):
+    for groups, level in ((flat, 0), (nodes, 0), (nodes, 1)):
         send = DispatchArguments(
             mine.input,
             plan.probs,
@@ -402,50 +336,31 @@ def _operators(world: World) -> None:
             reduce="source",
             payload=None,
             grads=True,
-            max_rows=bound,
             validate=True,
             op="moe_dispatch",
             groups=groups,
             level=level,
         )
         torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
-        came = DispatchResults(
-            *(moe_dispatch_row.detach() for moe_dispatch_row in ops.moe_dispatch_rows(*send))
-        )
+        came = DispatchResults(*(result.detach() for result in ops.moe_dispatch_rows(*send)))
         to_nodes = groups is nodes and level == 0
-        back = CombineArguments(
-            # To a node goes a row per token; a result for each of its slots comes back.
-            torch.randn(slots, HIDDEN, requires_grad=True),
-            came.anchor,
-            came.counts,
-            like=mine.input.detach()[:0],
-            order=backwards if to_nodes else None,
-            num_slots=slots,
-            max_rows=bound,
-            validate=True,
-            groups=groups,
-            level=level,
-        )
-        torch.library.opcheck(ops.moe_combine_rows.default, tuple(back))
-        if to_nodes:
-            assert torch.equal(ops.moe_combine_rows(*back), back.output.flip(0))
+        # To a node goes a row per token; a result for each of its slots comes back.
+        results = torch.randn(slots, HIDDEN, requires_grad=True)
+        order, name = backwards if to_nodes else None, groups[level]
+        for reverse in (False, True):
+            back = (results, came.anchor, came.counts, order, slots, reverse, name, "results")
+            torch.library.opcheck(ops.moe_combine_rows.default, back)
+            if to_nodes:
+                assert torch.equal(ops.moe_combine_rows(*back), results.flip(0))
 
 
 def test_operators_are_what_they_say(on_ranks: OnRanks) -> None:
     on_ranks(_operators)
 
 
-def _inductor(world: World, shape: Shape) -> None:
-    block = _Block(world, shape)
-    if world.member(math.prod(shape)):
-        step, counter = _compiled(block.routed, "inductor")
-        for _ in range(2):
-            x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-            _assert_same_bits(block.routed, step, (x,), block.parameters)
-        assert counter.frame_count == 1
-
-
 @pytest.mark.slow
 @over_both
 def test_inductor_gives_the_bits_of_eager(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_inductor, shape)
+    ranks = math.prod(shape)
+    batches = [[TOKENS] * ranks] * 2
+    assert on_ranks(_routed, shape, batches, "inductor")[:ranks] == [1] * ranks

@@ -350,55 +350,45 @@ def test_core_finds_the_documents_of_shards(kind: str) -> None:
 
 
 def _refused(rank: int) -> None:
-    group = dist.group.WORLD
+    group, ring = dist.group.WORLD, ring_attention
     q, three = torch.zeros(1, 4, 6, 8), torch.zeros(1, 3, 6, 8)
-    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "group must be a torch.distributed.Pro", lambda: ring_attention(q, q, q, 3)),
-        (ValueError, "query must be of 4 dims", lambda: ring_attention(q[0], q[0], q[0], group)),
-        (
-            ValueError,
-            "key must be of shape .1, 4, 6, 8.",
-            lambda: ring_attention(q, q[:, :, :4], q, group),
-        ),
-        (
-            ValueError,
-            "unless enable_gqa=True",
-            lambda: ring_attention(q, q[:, :2], q[:, :2], group),
-        ),
-        (
-            ValueError,
-            "balance must be one of",
-            lambda: ring_attention(q, q, q, group, balance="even"),
-        ),
-        (ValueError, "window", lambda: ring_attention(q, q, q, group, window=3)),
-        (
-            ValueError,
-            "cu_seqlens must be from 0 to 12",
-            lambda: ring_attention(q, q, q, group, cu_seqlens=torch.tensor([0, 6])),
-        ),
+    few, whole = q[:, :2], (q, q, q, group)
+    slopes, ends = torch.ones(1, 4), torch.tensor([0, 6])
+    wrong: list[tuple[type[Exception], str, Any, tuple[Any, ...], dict[str, Any]]] = [
+        (TypeError, "group must be a torch.distributed.Pro", ring, (q, q, q, 3), {}),
+        (ValueError, "query must be of 4 dims", ring, (q[0], q[0], q[0], group), {}),
+        (ValueError, "key must be of shape .1, 4, 6, 8.", ring, (q, q[:, :, :4], q, group), {}),
+        (ValueError, "unless enable_gqa=True", ring, (q, few, few, group), {}),
+        (ValueError, "balance must be one of", ring, whole, {"balance": "even"}),
+        (ValueError, "window", ring, whole, {"window": 3}),
+        (ValueError, "cu_seqlens must be from 0 to 12", ring, whole, {"cu_seqlens": ends}),
         (
             UnsupportedError,
             "alibi_slopes must be .4. with cu_seqlens",
-            lambda: ring_attention(
-                q, q, q, group, alibi_slopes=torch.ones(1, 4), cu_seqlens=[0, 5, 12]
-            ),
+            ring,
+            whole,
+            {"alibi_slopes": slopes, "cu_seqlens": [0, 5, 12]},
         ),
         (
             ValueError,
             "query must be of a number of heads that 2 ranks divide, got 3",
-            lambda: ulysses_attention(three, three, three, group),
+            ulysses_attention,
+            (three, three, three, group),
+            {},
         ),
-        (ValueError, "kind must be one of", lambda: context_core(group, "rings")),
+        (ValueError, "kind must be one of", context_core, (group, "rings"), {}),
         (
             ValueError,
-            "the sequence must be of a length that 2 ranks divide, got 3",
-            lambda: shard_sequence(q[0, 0, :3], group, 0),
+            "length that 2 ranks divide, got 3",
+            shard_sequence,
+            (q[0, 0, :3], group, 0),
+            {},
         ),
-        (ValueError, "dim must be one of", lambda: shard_sequence(q, group, 4)),
+        (ValueError, "dim must be one of", shard_sequence, (q, group, 4), {}),
     ]
-    for kind, words, call in wrong:
+    for kind, words, function, args, options in wrong:
         with pytest.raises(kind, match=words):
-            call()
+            function(*args, **options)
 
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:

@@ -13,10 +13,10 @@ from expert_layer import (
     CASES,
     NUM_EXPERTS,
     Problem,
-    assert_within_budget,
-    expected,
+    assert_case,
     experts,
     gradients,
+    layer,
     on_one_process,
     problem,
 )
@@ -37,36 +37,10 @@ pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
 
 
-def _layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
-    """Run the sharded layer on this rank's part."""
-
-    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return experts(rows, plan, p.w1, p.w2)
-
-    return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
-
-
-def _assert_case(name: str, group: Any, dtype: torch.dtype, **options: Any) -> None:
-    rank, size = group.rank(), group.size()
-    whole, known = problem(name, size, dtype), expected(name, size, dtype)
-    mine = whole.part(rank, size)
-    output = _layer(mine, group, **options)
-    first = sum(whole.counts[:rank])
-    tokens = slice(first, first + whole.counts[rank])
-    where = f"{name} on {size}, {dtype}"
-    assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
-    per_rank = NUM_EXPERTS // size
-    shard = slice(rank * per_rank, (rank + 1) * per_rank)
-    grads = gradients(output, mine)
-    parts = (tokens, tokens, shard, shard)
-    for i, (grad, part) in enumerate(zip(grads, parts, strict=True)):
-        truth, alone = known.true_gradients[i][part], known.gradients[i][part]
-        assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", len(whole.input))
-
-
 def _same_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    place = rank, dist.get_world_size()
     for name in CASES:
-        _assert_case(name, dist.group.WORLD, dtype, **options)
+        assert_case(name, dist.group.WORLD, place, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
@@ -80,23 +54,21 @@ def test_chunks_give_the_same_bits(chunks: int) -> None:
     threads.run(_same_bits, 4, torch.bfloat16, {"chunks": chunks})
 
 
-def _on_processes(world: World) -> None:
+def _processes_give_the_bits_of_one(world: World) -> None:
     for name in CASES:
-        _assert_case(name, world.groups[8], torch.float32, chunks=2)
+        assert_case(name, world.groups[8], (world.rank, 8), torch.float32, chunks=2)
 
 
-def test_experts_on_processes_give_the_bits_of_one(on_ranks: OnRanks) -> None:
-    on_ranks(_on_processes)
-
-
-def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
+def _counted(world: World, shape: tuple[int, ...]) -> dict[str, int]:
+    group, size, counts = world.group(*shape), math.prod(shape), {}
+    if not world.member(size):
+        return counts
     mine = problem("uneven", size, torch.float32).part(world.rank, size)
-    group, counts = world.groups[size], {}
 
     def count(name: str, function: Callable[[], Any]) -> Any:
         with collectives.recorded() as log:
             result = function()
-        counts[name] = log.counts()
+        counts[name] = len(log.calls)
         return result
 
     rows, plan, handle = count("dispatch", lambda: moe_dispatch(mine.input, mine.plan(), group))
@@ -106,18 +78,17 @@ def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _two_counted(world: World) -> Any:
-    return _counted(world, 2) if world.member(2) else None
+@pytest.mark.parametrize("shape", [(2,), (2, 4)], ids=str)
+def test_at_most_two_collectives_per_direction_and_dimension(
+    on_ranks: OnRanks, shape: tuple[int, ...]
+) -> None:
+    # Forwards counts and payload, and rows; backwards only what carries gradients.
+    dims, expected = len(shape), {"dispatch": 2, "combine": 1, "backward": 2}
+    for counts in on_ranks(_counted, shape)[: math.prod(shape)]:
+        assert counts == {name: dims * count for name, count in expected.items()}
 
 
-def test_at_most_two_collectives_per_direction(on_ranks: OnRanks) -> None:
-    for counts in on_ranks(_two_counted)[:2]:
-        totals = {name: sum(count.values()) for name, count in counts.items()}
-        # Forwards counts and payload, and rows; backwards only what carries gradients.
-        assert totals == {"dispatch": 2, "combine": 1, "backward": 2}, counts
-
-
-def _mesh(world: World) -> None:
+def _a_mesh_serves_as_group(world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = problem("uneven", 8, torch.float32)
@@ -125,14 +96,10 @@ def _mesh(world: World) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("expert",))
     first = sum(whole.counts[: world.rank])
     expected = on_one_process(whole)[first : first + len(mine.input)]
-    assert torch.equal(_layer(mine, mesh), expected)
+    assert torch.equal(layer(mine, mesh), expected)
 
 
-def test_a_mesh_serves_as_group(on_ranks: OnRanks) -> None:
-    on_ranks(_mesh)
-
-
-def _order_of_rows(world: World) -> None:
+def _rows_arrive_in_the_order_of_one_process(world: World) -> None:
     """Sorted by the local plan, the rows stand as those of one process with all tokens."""
     whole = problem("uneven", 8, torch.float32)
     mine = whole.part(world.rank, 8)
@@ -146,18 +113,15 @@ def _order_of_rows(world: World) -> None:
     assert torch.equal(plan.probs.flatten(), whole.probs.flatten()[slots])
 
 
-def test_rows_arrive_in_the_order_of_one_process(on_ranks: OnRanks) -> None:
-    on_ranks(_order_of_rows)
-
-
-def _drops(world: World) -> tuple[int, int]:
+def _drops(world: World, shape: tuple[int, ...]) -> tuple[int, int]:
     mine = problem("capacity_one", 8, torch.float32).part(world.rank, 8)
-    handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])[2]
+    handle = moe_dispatch(mine.input, mine.plan(), world.group(*shape))[2]
     return handle.num_dropped, handle.num_dropped_in_group
 
 
-def test_dropped_slots_are_counted(on_ranks: OnRanks) -> None:
-    counts = on_ranks(_drops)
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+def test_dropped_slots_are_counted(on_ranks: OnRanks, shape: tuple[int, ...]) -> None:
+    counts = on_ranks(_drops, shape)
     whole = problem("capacity_one", 8, torch.float32)
     assert whole.kept is not None
     dropped = [int((~part).sum()) for part in whole.kept.split(whole.counts)]
@@ -165,7 +129,7 @@ def test_dropped_slots_are_counted(on_ranks: OnRanks) -> None:
     assert sum(dropped) == whole.ids.numel() - NUM_EXPERTS
 
 
-def _float8(world: World) -> None:
+def _float8_rounds_rows_and_keeps_gradients(world: World) -> None:
     from fusedops.ops._moe_payload import dequantize, quantize
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -186,31 +150,33 @@ def _float8(world: World) -> None:
         assert torch.equal(grads[0], exact[0])
 
 
-def test_float8_payload_rounds_rows_and_keeps_gradients(on_ranks: OnRanks) -> None:
-    on_ranks(_float8)
-
-
 def _pack_in_bounds(
     input: Any, probs: Any, ids: Any, *, index: Any, num_rows: Any, **more: Any
 ) -> Any:
     """Pack; assert before that nothing is read where a kernel on a GPU must not read."""
     assert 0 <= int(num_rows) <= index.numel() == probs.numel() == ids.numel()
     assert int(index.min()) >= 0 and int(index.max()) < index.numel()
-    assert int(ids.min()) >= 0 and int(ids.max()) <= NUM_EXPERTS
+    # Without an expert on any node a slot has id -1.
+    assert int(ids.min()) >= (-1 if more["span"] else 0) and int(ids.max()) <= NUM_EXPERTS
     return moe_pack(input, probs, ids, index=index, num_rows=num_rows, **more)
 
 
-def _one_is_wrong(world: World, fault: str) -> str:
-    """Call with something wrong on rank 2 (or with ranks that disagree) and return the error."""
+def _one_is_wrong(
+    world: World, fault: str, shape: tuple[int, ...] = (8,), wrong: int = 2, chunks: int = 1
+) -> str:
+    """Call with something wrong on one rank (or with ranks that disagree) and return the error."""
+    group = world.group(*shape)
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    input, plan, chunks, reduce = mine.input, mine.plan(), 1, "source"
-    if world.rank == 2:
+    input, plan, reduce, validate = mine.input, mine.plan(), "source", fault == "result"
+    if world.rank == wrong:
         if fault == "mismatch":
             input = input[:-1]
         elif fault == "type":
             input = [1.0]
         elif fault == "ids":
             plan = _with(plan, expert_ids=plan.expert_ids + 7)
+        elif fault == "negative ids":
+            plan = _with(plan, expert_ids=plan.expert_ids - 1)
         elif fault == "offsets":
             plan = _with(plan, offsets=plan.offsets.flip(0))
         elif fault == "permutation":
@@ -227,17 +193,22 @@ def _one_is_wrong(world: World, fault: str) -> str:
             chunks = 9
         elif fault == "reduce":
             reduce = "node"
+        elif fault == "validate":
+            validate = True
     if fault == "divides":
         plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return rows[1:] if world.rank == wrong and fault == "result" else rows
+
+    options: Any = {"chunks": chunks, "reduce": reduce, "validate": validate}
     try:
         with mock.patch.object(all_to_all, "moe_pack", _pack_in_bounds):
-            expert_parallel(
-                input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks, reduce=reduce
-            )
+            expert_parallel(input, plan, here, group, **options)
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])
-        _assert_case("uneven", world.groups[8], torch.float32)
+        assert_case("uneven", group, (world.rank, 8), torch.float32)
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -275,6 +246,7 @@ def test_bad_input_on_one_rank_raises_on_all(
         ("hidden", "hidden_size, got [24, 24, 20, 24"),
         ("dtype", "dtype, got [torch.float32, torch.float32, torch.float64"),
         ("grad", "requires_grad, got [1, 1, 0, 1"),
+        ("validate", "validate, got [0, 0, 1, 0"),
         ("divides", "size that divides the plan's 12 experts, got 8"),
     ],
 )
@@ -313,6 +285,42 @@ def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own
             assert error.startswith("ValueError: moe_combine: rank 5"), error
 
 
+@pytest.mark.parametrize(
+    ("output", "error", "words"),
+    [
+        (torch.ones(3, 4), ValueError, "moe_combine: output must be of shape"),
+        (torch.ones(2, 4).double(), TypeError, "output must have the dtype of the rows"),
+        (None, TypeError, "moe_combine: output must be a torch.Tensor"),
+    ],
+    ids=["shape", "dtype", "type"],
+)
+def test_results_that_do_not_fit_the_rows_are_refused(
+    output: Any, error: type[Exception], words: str
+) -> None:
+    threads.run(_refuses_results, 1, output, error, words)
+
+
+def _refuses_results(rank: int, output: Any, error: type[Exception], words: str) -> None:
+    plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
+    handle = moe_dispatch(torch.ones(2, 4), plan, dist.group.WORLD)[2]
+    with pytest.raises(error, match=words):
+        moe_combine(output, handle)
+
+
+def _refuses_second_derivatives(rank: int) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
+    for chunks in (1, 2):
+        output = expert_parallel(x, plan, lambda rows, _: rows**2, dist.group.WORLD, chunks=chunks)
+        with pytest.raises(RuntimeError, match="derivative|differentiate twice"):
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            slope.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    threads.run(_refuses_second_derivatives, 1)
+
+
 def test_a_group_of_another_kind_is_refused() -> None:
     plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
     with pytest.raises(TypeError, match="moe_dispatch: group must be a ProcessGroup"):
@@ -321,7 +329,21 @@ def test_a_group_of_another_kind_is_refused() -> None:
         moe_combine(torch.ones(2, 4), plan)  # type: ignore[arg-type]
 
 
-def _ignored(world: World) -> None:
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("fault", ["mismatch", "negative ids", "hidden", "reduce", "result"])
+def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
+    on_ranks: OnRanks, fault: str, chunks: int
+) -> None:
+    errors = on_ranks(_one_is_wrong, fault, (2, 4), 6, chunks)
+    for error in errors:
+        assert error.startswith("ValueError"), error
+    if fault == "result":
+        assert "output must be of shape" in errors[6]
+        assert all("a rank of node 1 got" in error for error in errors[:4]), errors
+        assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
+
+
+def _experts_that_ignore_their_rows_do_not_hang_the_backward(world: World) -> None:
     """Experts without parameters that ignore their rows, on some ranks: the graph still holds."""
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
 
@@ -338,37 +360,25 @@ def _ignored(world: World) -> None:
         torch.testing.assert_close(grads[0], expected)
 
 
-def test_experts_that_ignore_their_rows_do_not_hang_the_backward(on_ranks: OnRanks) -> None:
-    on_ranks(_ignored)
-
-
-def _checkpointed(world: World) -> None:
+def _checkpointing_gives_the_same_gradients(world: World) -> None:
     from torch.utils.checkpoint import checkpoint
 
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    plain = gradients(_layer(mine, world.groups[8]), mine)
-    output = checkpoint(_layer, mine, world.groups[8], use_reentrant=False)
+    plain = gradients(layer(mine, world.groups[8]), mine)
+    output = checkpoint(layer, mine, world.groups[8], use_reentrant=False)
     for got, want in zip(gradients(output, mine), plain, strict=True):
         assert torch.equal(got, want)
 
 
-def test_checkpointing_gives_the_same_gradients(on_ranks: OnRanks) -> None:
-    on_ranks(_checkpointed)
-
-
-def _twice(world: World) -> None:
+def _a_graph_can_be_differentiated_again(world: World) -> None:
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    output = _layer(mine, world.groups[8])
+    output = layer(mine, world.groups[8])
     first = torch.autograd.grad(output, mine.leaves, mine.grad, retain_graph=True)
     for got, want in zip(gradients(output, mine), first, strict=True):
         assert torch.equal(got, want)
 
 
-def test_a_graph_can_be_differentiated_again(on_ranks: OnRanks) -> None:
-    on_ranks(_twice)
-
-
-def _compiled(world: World) -> None:
+def _compile_does_not_break_around_it(world: World) -> None:
     if not world.member(2):
         return
     mine = problem("uneven", 2, torch.float32).part(world.rank, 2)
@@ -384,10 +394,6 @@ def _compiled(world: World) -> None:
     assert torch.equal(eager, compiled)
     for got, want in zip(gradients(compiled, mine), gradients(eager, mine), strict=True):
         assert torch.equal(got, want)
-
-
-def test_compile_does_not_break_around_it(on_ranks: OnRanks) -> None:
-    on_ranks(_compiled)
 
 
 _EVENTS: list[str] = []
@@ -480,7 +486,7 @@ def test_moe_mlp_gives_the_bits_of_one_process(
     on_ranks(_fused_experts, size, dtype)
 
 
-def _layer_of_experts(world: World) -> None:
+def _experts_of_a_moe_layer_are_sharded(world: World) -> None:
     """A rank holds the router and its share of the experts of nn.MoE."""
     whole = MoE(24, 20, NUM_EXPERTS, top_k=2, bias=True)
     per_rank = NUM_EXPERTS // 8
@@ -507,10 +513,6 @@ def _layer_of_experts(world: World) -> None:
 
 def _expert_grads(experts: Any, output: torch.Tensor, grad: torch.Tensor) -> Any:
     return torch.autograd.grad(output, list(experts.parameters()), grad)
-
-
-def test_experts_of_a_moe_layer_are_sharded(on_ranks: OnRanks) -> None:
-    on_ranks(_layer_of_experts)
 
 
 def _summed_gradients(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -571,7 +573,7 @@ def test_chunks_do_not_change_the_weights_gradients(
     on_ranks(_summed_gradients, shape, dtype)
 
 
-def _checkpointed_chunks(world: World) -> None:
+def _checkpointing_keeps_the_gradients_of_chunks(world: World) -> None:
     from torch.utils.checkpoint import checkpoint
 
     mine = problem("uneven", 8, torch.bfloat16).part(world.rank, 8)
@@ -596,5 +598,20 @@ def _checkpointed_chunks(world: World) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
-def test_checkpointing_keeps_the_gradients_of_chunks(on_ranks: OnRanks) -> None:
-    on_ranks(_checkpointed_chunks)
+ON_EIGHT = (
+    _processes_give_the_bits_of_one,
+    _a_mesh_serves_as_group,
+    _rows_arrive_in_the_order_of_one_process,
+    _float8_rounds_rows_and_keeps_gradients,
+    _experts_that_ignore_their_rows_do_not_hang_the_backward,
+    _checkpointing_gives_the_same_gradients,
+    _a_graph_can_be_differentiated_again,
+    _compile_does_not_break_around_it,
+    _experts_of_a_moe_layer_are_sharded,
+    _checkpointing_keeps_the_gradients_of_chunks,
+)
+
+
+@pytest.mark.parametrize("check", ON_EIGHT, ids=lambda check: check.__name__[1:])
+def test_on_eight_processes(on_ranks: OnRanks, check: Callable[[World], None]) -> None:
+    on_ranks(check)

@@ -112,11 +112,7 @@ def _odd_sizes(world: World) -> list[int]:
     return wrong
 
 
-def test_more_is_started_than_the_ring_holds(on_ranks: OnRanks) -> None:
-    assert on_ranks(_many_at_once) == [True] * 8
-
-
-def _many_at_once(world: World) -> bool:
+def _more_is_started_than_the_ring_holds(world: World) -> bool:
     if not world.member(2):
         return True
     group = world.group(2)
@@ -149,11 +145,7 @@ def _unwilling(world: World, why: str) -> tuple[bool, float]:
     return backend_used, float(summed)
 
 
-def test_python_runs_while_a_rank_waits(on_ranks: OnRanks) -> None:
-    assert on_ranks(_waits_beside_python) == [True] * 8
-
-
-def _waits_beside_python(world: World) -> bool:
+def _python_runs_while_a_rank_waits(world: World) -> bool:
     """Rank 1 comes only once Python has run on rank 0, which waits for it in another thread."""
     if not world.member(2):
         return True
@@ -172,11 +164,7 @@ def _waits_beside_python(world: World) -> bool:
     return waited
 
 
-def test_a_forked_child_does_not_close_the_ring(on_ranks: OnRanks) -> None:
-    assert on_ranks(_forks) == [[1.0] * 2] * 8
-
-
-def _forks(world: World) -> list[float]:
+def _a_forked_child_does_not_close_the_ring(world: World) -> list[float]:
     if not world.member(2):
         return [1.0] * 2
     group = world.group(2)
@@ -321,16 +309,25 @@ def test_a_forked_process_is_refused() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_communication_is_waited_for_once(on_ranks: OnRanks) -> None:
-    assert on_ranks(_waits_twice) == ["wait was called twice for one communication"] * 8
-
-
-def _waits_twice(world: World) -> str:
+def _a_communication_is_waited_for_once(world: World) -> str:
     pending = collectives.all_reduce(torch.ones(1), world.group(8))
     pending.wait()
     with pytest.raises(RuntimeError) as error:
         pending.wait()
     return str(error.value)
+
+
+PROGRAMS: dict[Callable[[World], Any], Any] = {
+    _more_is_started_than_the_ring_holds: True,
+    _python_runs_while_a_rank_waits: True,
+    _a_forked_child_does_not_close_the_ring: [1.0] * 2,
+    _a_communication_is_waited_for_once: "wait was called twice for one communication",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+def test_programs_of_all_ranks(on_ranks: OnRanks, program: Callable[[World], Any]) -> None:
+    assert on_ranks(program) == [PROGRAMS[program]] * 8
 
 
 def test_the_variable_is_known(monkeypatch: Any) -> None:

@@ -1,9 +1,7 @@
 """Every communication of the stack: one function per kind, which counts it and logs it.
 
 Each function starts the communication and returns a ``Pending``; ``wait()`` gives the result. What
-runs between the two overlaps it. Inside ``with recorded() as log`` every start and every wait is
-an event, and so is what ``computing()`` encloses: budgets are sums over events, and overlap is
-proved by their order, not by a clock. ``label`` names a communication in the log.
+runs between the two overlaps it. ``label`` names a communication in the log (``log.py``).
 
 Processes of one machine communicate through shared memory where they can (``shared_memory.py``).
 
@@ -19,147 +17,27 @@ not sent. So a planner counts what a model would send, without its ranks.
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks, collectives
+from fusedops._core import checks, dtypes
 from fusedops._core.collectives import all_gather_single, reduce_scatter_single
 from fusedops.parallel.comm import shared_memory
-from fusedops.parallel.comm.ordered_sum import ordered_sum as ordered_sum
-from fusedops.parallel.comm.stream_waits import StreamWait, stream_event
+from fusedops.parallel.comm.log import COMPUTE as COMPUTE
+from fusedops.parallel.comm.log import ComputeSpan as ComputeSpan
+from fusedops.parallel.comm.log import Event as Event
+from fusedops.parallel.comm.log import Log as Log
+from fusedops.parallel.comm.log import computing as computing
+from fusedops.parallel.comm.log import note as note
+from fusedops.parallel.comm.log import record_start, wait_recorded
+from fusedops.parallel.comm.log import recorded as recorded
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
-COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class Event:
-    """A start or an end, in the order in which they happened on this rank."""
-
-    kind: str  # one of ``KINDS``, or ``COMPUTE``
-    phase: str  # ``"start"`` or ``"end"``
-    number: int  # the same for the start and the end of one thing
-    label: str  # what the caller called it
-    # That this rank sends to others, by the algorithm that sends the fewest: of ``n`` ranks
-    # an all-reduce of ``b`` bytes sends ``2 b (n - 1) / n``, an all-gather to ``b`` or a
-    # reduce-scatter of ``b`` half of that; a broadcast ``b`` on its source
-    bytes: int
-    ranks: int  # size of the group
-    seconds: float  # the clock, for drawings
-    group: str = ""  # name of the process group, where it is known
-    blocked: float = 0.0  # of an end: seconds in which the host waited for it
-    on_stream: StreamWait | None = None  # of an end, where CUDA is in use
-
-
-@dataclass
-class Log:
-    """What one rank communicated while it was open."""
-
-    rank: int
-    events: list[Event] = field(default_factory=list)
-    # Counters that callers add: ``expert_rows``, which arrived for the experts of this rank
-    notes: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def calls(self) -> list[Event]:
-        """The communications, each by its start."""
-        return [event for event in self.events if event.phase == "start" and event.kind != COMPUTE]
-
-    def counts(self) -> dict[str, int]:
-        """Return how many communications there were of each kind."""
-        return dict(Counter(event.kind for event in self.calls))
-
-    def bytes(self, kind: str | None = None) -> int:
-        """Return the bytes that this rank sent, of one kind or of all."""
-        return sum(event.bytes for event in self.calls if kind in (None, event.kind))
-
-    def overlapped(self) -> list[tuple[str, str]]:
-        """Return the labels of communications and of the computations that they enclose."""
-        index = {(event.number, event.phase): i for i, event in enumerate(self.events)}
-        spans = [
-            (event, index[event.number, "start"], index.get((event.number, "end")))
-            for event in self.events
-            if event.phase == "start"
-        ]
-        return [
-            (outer.label, inner.label)
-            for outer, begin, end in spans
-            if outer.kind != COMPUTE and end is not None
-            for inner, first, last in spans
-            if inner.kind == COMPUTE and last is not None and begin < first and last < end
-        ]
-
-
-# Logs that are open in this process, not in this thread: autograd's threads run backward nodes of
-# GPUs. Where threads are ranks (tests), each log records its own rank.
-_LOGS: list[Log] = []
-_LOCK = threading.Lock()
-_NUMBERS = itertools.count()
-
-
-@contextmanager
-def recorded() -> Iterator[Log]:
-    """Record this rank's communications; gives the log, which stays readable afterwards."""
-    log = Log(_rank())
-    with _LOCK:
-        if not _LOGS:
-            collectives.listeners.append(_record_op)
-        _LOGS.append(log)
-    try:
-        yield log
-    finally:
-        with _LOCK:
-            _LOGS.remove(log)
-            if not _LOGS:
-                collectives.listeners.remove(_record_op)
-
-
-@contextmanager
-def computing(label: str) -> Iterator[None]:
-    """Mark what it encloses as a computation, for the timeline."""
-    if not is_recorded():
-        yield
-        return
-    span = ComputeSpan(label)
-    span.mark("start")
-    yield
-    span.mark("end")
-
-
-class ComputeSpan:
-    """A computation whose start and end are marked from two places."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._number = next(_NUMBERS)
-
-    def mark(self, phase: str) -> None:
-        """Mark the ``"start"`` or the ``"end"``."""
-        _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
-
-
-def note(name: str, value: int) -> None:
-    """Add to a number of the logs that are open."""
-    rank = _rank()
-    for log in _LOGS:
-        if log.rank == rank:
-            log.notes[name] += value
-
-
-def is_recorded() -> bool:
-    """Whether a log is open in this process."""
-    return bool(_LOGS)
 
 
 class Pending:
@@ -171,18 +49,10 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Return the result; raises when a rank or a link failed."""
-        finish, started = self._finish, self._started
+        finish, self._finish = self._finish, None
         if finish is None:
             raise RuntimeError("wait was called twice for one communication")
-        self._finish = None
-        if started is None:
-            return finish()
-        since, begin = time.perf_counter(), stream_event()
-        result = finish()
-        end = stream_event()
-        wait = None if end is None else StreamWait(torch.cuda.current_stream(), begin, end)
-        _end(started, since, wait)
-        return result
+        return finish() if self._started is None else wait_recorded(self._started, finish)
 
 
 def all_reduce(
@@ -194,7 +64,7 @@ def all_reduce(
         tensor: of the same size and dtype on all ranks, with any strides.
         group: the process group.
         op: one of ``OPS``.
-        label: for the log.
+        label: of the communication in the log, also for the other functions.
 
     Raises:
         ValueError: the ranks called different collectives, where they share memory.
@@ -205,7 +75,7 @@ def all_reduce(
     if ranks == 1:
         return Pending(lambda: tensor)
     buffer = _dense(tensor)
-    started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, group)
+    started = record_start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, group)
     finish = shared_memory.all_reduce(buffer, group, op)
     if finish is None and tensor.numel() > 0 and not tensor.is_meta:
         kind = getattr(dist.ReduceOp, op.upper())
@@ -246,7 +116,7 @@ def all_gather(
         return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim, rows = dim % tensor.dim(), tensor.shape[0]
     tensor = _dense(tensor)
-    started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), group)
+    started = record_start("all_gather", label, _bytes(tensor) * (ranks - 1), group)
     parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
     buffer = _dense(parts)
     gather = shared_memory.exchange("all_gather", tensor, buffer, group)
@@ -303,7 +173,7 @@ def reduce_scatter(
     dim = dim % tensor.dim()
     check_divides("reduce_scatter", tensor, dim, ranks)
     parts = _dense(tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0))
-    started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, group)
+    started = record_start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, group)
     summed = shared_memory.reduce_scatter(parts, group)
     if summed is not None:
         return Pending(summed, started)
@@ -328,6 +198,30 @@ def reduce_scatter(
     return Pending(finish, started)
 
 
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in the accumulation dtype, rounded once.
+
+    Neighbours are added first, then pairs of them, and so on: a rank that has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and gets the same bits.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dtype = parts[0].dtype
+    wide = dtypes.statistics_dtype(dtype)
+    sums: list[tuple[int, torch.Tensor]] = []  # number of neighbours in each, decreasing
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, part in sums[1:]:
+        total += part
+    return total.to(dtype)
+
+
 def broadcast(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int = 0, label: str = ""
 ) -> Pending:
@@ -338,7 +232,7 @@ def broadcast(
     if not 0 <= source < ranks:
         checks.fail("broadcast", "source", f"a rank of the group of {ranks}", source)
     sent, name = _bytes(tensor) if group.rank() == source else 0, f"broadcast from rank {source}"
-    started = _start("broadcast", label, sent, group)
+    started = record_start("broadcast", label, sent, group)
     buffer = _dense(tensor)
     finish = shared_memory.exchange("broadcast", buffer, buffer, group, source, name)
     if finish is None and tensor.numel() > 0:
@@ -379,7 +273,7 @@ def all_to_all(
     result, rows = out, _dense(rows)
     buffer = _dense(result)
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
-    started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, group)
+    started = record_start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, group)
     announced = None
     if equal:
         exchanged = shared_memory.exchange("all_to_all", rows, buffer, group)
@@ -419,23 +313,14 @@ def send_receive(
         label: for the log.
     """
     tensor = tensor.contiguous()
-    received, batch = tensor if out is None else out, []
-    if to is not None:
-        batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=to))
-    if source is not None:
-        received = torch.empty_like(tensor) if out is None else out
-        batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
-    if not batch:
+    received = torch.empty_like(tensor) if out is None and source is not None else out
+    received = tensor if received is None else received
+    if to is None and source is None:
         return Pending(lambda: received)
-    started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group)
-    works = dist.batch_isend_irecv(batch)
-
-    def finish() -> torch.Tensor:
-        for work in works:
-            _waited(work, tensor)
-        return received
-
-    return Pending(finish, started)
+    started = record_start("send_receive", label, _bytes(tensor) if to is not None else 0, group)
+    sends = {} if to is None else {to: tensor}
+    receives = {} if source is None else {source: received}
+    return Pending(_peer_to_peer(sends, receives, received, group), started)
 
 
 def exchange(
@@ -470,30 +355,38 @@ def exchange(
     sends = {rank: tensor for rank, tensor in sends.items() if tensor.numel()}
     receives = {rank: count for rank, count in sorted(receives.items()) if count}
     sent = sum(map(_bytes, sends.values()))
-    started = _start("send_receive", label, sent, group) if sends or receives else None
+    started = record_start("send_receive", label, sent, group) if sends or receives else None
     if like.is_meta:
         return Pending(lambda: received, started)
     finish = shared_memory.exchange_parts(sends, receives, received, group, longest)
     if finish is not None:
         return Pending(finish, started)
     parts = received.split(list(receives.values())) if receives else ()
+    into = dict(zip(receives, parts, strict=True))
+    return Pending(_peer_to_peer(sends, into, received, group), started)
+
+
+def _peer_to_peer(
+    sends: Mapping[int, torch.Tensor],
+    receives: Mapping[int, torch.Tensor],
+    received: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> Callable[[], torch.Tensor]:
+    """Start to send and to receive tensors, by rank; returns what waits for all of them."""
     batch = [
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=rank)
-        for rank, tensor in sends.items()
-    ]
-    batch += [
-        dist.P2POp(dist.irecv, part, group=group, group_peer=rank)
-        for rank, part in zip(receives, parts, strict=True)
+        dist.P2POp(kind, tensor, group=group, group_peer=rank)
+        for kind, tensors in ((dist.isend, sends), (dist.irecv, receives))
+        for rank, tensor in tensors.items()
     ]
     works = dist.batch_isend_irecv(batch) if batch else []
-    pairs = [(work, [received, *sends.values()]) for work in works]  # alive until then
 
-    def finish_works() -> torch.Tensor:
-        for work, _ in pairs:
+    def finish() -> torch.Tensor:
+        for work in works:
             _waited(work, received)
+        batch.clear()  # its tensors are alive until now
         return received
 
-    return Pending(finish_works, started)
+    return finish
 
 
 def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str = "") -> Pending:
@@ -509,7 +402,7 @@ def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str
     finish = shared_memory.exchange("shift", tensor, received, group, source, name)
     if finish is None:
         return send_receive(tensor, group, to=to, source=source, out=received, label=label)
-    return Pending(finish, _start("send_receive", label, _bytes(tensor), group))
+    return Pending(finish, record_start("send_receive", label, _bytes(tensor), group))
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -522,42 +415,6 @@ def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:
     size = tensor.shape[dim]
     if size % ranks:
         checks.fail(op, f"size of dim {dim}", f"a multiple of the {ranks} ranks of the group", size)
-
-
-def _start(kind: str, label: str, sent: int, group: dist.ProcessGroup) -> Event | None:
-    if not _LOGS:
-        return None
-    now, name = time.perf_counter(), group.group_name
-    event = Event(kind, "start", next(_NUMBERS), label, sent, group.size(), now, name)
-    _mark(event)
-    return event
-
-
-def _end(started: Event, since: float, wait: StreamWait | None = None) -> None:
-    """Record the end of a communication that the host has waited for ``since`` a time."""
-    now = time.perf_counter()
-    blocked = now - since
-    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=blocked, on_stream=wait))
-
-
-def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
-    """Record a collective of an op below this package, which has no wait of its own."""
-    if ranks > 1:
-        now = time.perf_counter()
-        started = Event(kind, "start", next(_NUMBERS), label, sent, ranks, now)
-        _mark(started)
-        _end(started, now)
-
-
-def _mark(event: Event) -> None:
-    rank = _rank()
-    for log in _LOGS:
-        if log.rank == rank:
-            log.events.append(event)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _bytes(tensor: torch.Tensor) -> int:

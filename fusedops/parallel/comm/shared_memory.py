@@ -31,7 +31,6 @@ from fusedops._core import env, extension
 
 MAX_RANKS = 64
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_UNKNOWN = object()
 
 Finish = Callable[[], torch.Tensor]
 
@@ -216,14 +215,10 @@ def _checked(channel: Channel, call: Callable[[], Any]) -> Any:
     """Call into the rings; their errors get the group's name and lose the C++ stack."""
     try:
         return call()
-    except ValueError as error:
-        raise ValueError(_message(channel, error)) from None
-    except RuntimeError as error:
-        raise dist.DistNetworkError(_message(channel, error)) from None
-
-
-def _message(channel: Channel, error: Exception) -> str:
-    return f"{str(error).splitlines()[0]} (group {shown_group(*channel.group)})"
+    except (RuntimeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else dist.DistNetworkError
+        message = f"{str(error).splitlines()[0]} (group {shown_group(*channel.group)})"
+        raise kind(message) from None
 
 
 def shown_group(name: str, description: str) -> str:
@@ -240,10 +235,9 @@ def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
         return None
     if tensor.layout is not torch.strided or _is_simulated(tensor):
         return None
-    channel: Any = _channels.get(group, _UNKNOWN)
-    if channel is _UNKNOWN:
-        channel = _channels[group] = _connect(group)
-    return channel
+    if group not in _channels:
+        _channels[group] = _connect(group)
+    return _channels[group]
 
 
 def _is_simulated(tensor: torch.Tensor) -> bool:

@@ -170,7 +170,7 @@ def _to_heads(
     lines = [
         x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2) for x in tensors
     ]
-    received = _TO_HEADS(torch.cat(lines, -1).flatten(0, 1), *_names(layout, group))
+    received = _send(torch.cat(lines, -1).flatten(0, 1), layout, group, to_heads=True)
     parts = received.unflatten(0, (batch, layout.length)).split([x.shape[-1] for x in lines], -1)
     return [
         part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
@@ -185,22 +185,22 @@ def _to_tokens(tensor: Tensor, layout: SequenceLayout, group: dist.ProcessGroup)
         return tensor
     batch, heads, _, size = tensor.shape
     lines = tensor.transpose(1, 2).flatten(2).flatten(0, 1)
-    received = _TO_TOKENS(lines, *_names(layout, group))
+    received = _send(lines, layout, group, to_heads=False)
     by_rank = received.view(ranks, batch, layout.length // ranks, heads, size)
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _names(layout: SequenceLayout, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """Return layout and group in the types of operators."""
-    return layout.length, list(layout.ends), layout.balance, group.group_name
+def _send(
+    lines: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, *, to_heads: bool
+) -> Tensor:
+    names = layout.length, list(layout.ends), layout.balance, group.group_name
+    return _EXCHANGE(lines, *names, to_heads)
 
 
 @functools.lru_cache(maxsize=8)
-def _places(
-    length: int, ranks: int, balance: str, ends: tuple[int, ...], back: bool, device: torch.device
-) -> Tensor:
+def _places(layout: SequenceLayout, back: bool, device: torch.device) -> Tensor:
     """Return ``order`` or ``order_back``, cached for the other layers: only operators call it."""
-    return (order_back if back else order)(SequenceLayout(length, ranks, balance, ends), device)
+    return (order_back if back else order)(layout, device)
 
 
 def _exchange(
@@ -208,7 +208,8 @@ def _exchange(
 ) -> Tensor:
     """Exchange lines of this rank's tokens and all heads for those of all tokens and its heads."""
     ranks = collectives.group_of(group)
-    places = _places(length, ranks.size(), balance, tuple(ends), to_heads, lines.device)
+    layout = SequenceLayout(length, ranks.size(), balance, tuple(ends))
+    places = _places(layout, to_heads, lines.device)
     if to_heads:
         received = collectives.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
         return received.index_select(0, places)
@@ -217,27 +218,19 @@ def _exchange(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.names = inputs[1:]
+    ctx.names, ctx.to_heads = inputs[1:5], inputs[5]
 
 
-def _fake(lines: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(lines, memory_format=torch.contiguous_format)
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _EXCHANGE(grad, *ctx.names, not ctx.to_heads), *[None] * 5
 
 
-def _define(name: str, *, to_heads: bool) -> Any:
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        reverse = _TO_TOKENS if to_heads else _TO_HEADS
-        return reverse(grad, *ctx.names), None, None, None, None
-
-    return define_exchange(
-        name,
-        "(Tensor lines, SymInt length, SymInt[] ends, str balance, str group) -> (Tensor came)",
-        kernel=functools.partial(_exchange, to_heads=to_heads),
-        fake=_fake,
-        setup_context=_save,
-        backward=backward,
-    )
-
-
-_TO_HEADS = _define("context_to_heads", to_heads=True)
-_TO_TOKENS = _define("context_to_tokens", to_heads=False)
+_EXCHANGE = define_exchange(
+    "context_all_to_all",
+    "(Tensor lines, SymInt length, SymInt[] ends, str balance, str group, bool to_heads)"
+    " -> (Tensor received)",
+    kernel=_exchange,
+    fake=lambda lines, *_: torch.empty_like(lines, memory_format=torch.contiguous_format),
+    setup_context=_save,
+    backward=_gradient,
+)

@@ -14,6 +14,7 @@ each of ``n`` ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
-from fusedops.parallel.context import _blocks, _flops, plan
+from fusedops.parallel.context import _blocks, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, add_to, lse_of, take
 from fusedops.parallel.context._checks import Request, request
 from fusedops.parallel.context.layout import SequenceLayout, places
@@ -362,6 +363,31 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return *grads, incoming.parts.new_empty(0 if a.sinks is None else a.sinks.shape)
 
 
+def _register_flops() -> None:
+    """Let torch's ``FlopCounterMode`` count this rank's share of all pairs of tokens.
+
+    As for the other ops, causality and windows do not lessen the count, and documents do.
+    """
+    from torch.utils import flop_counter
+
+    def pairs(a: Request) -> Any:
+        """Return pairs of query and key, of all heads; tensors of ``a`` are their shapes."""
+        squares = sum((end - start) ** 2 for start, end in pairwise(a.ends))
+        return squares // collectives.group_of(a.group).size() * a.query[1]
+
+    def forward(*args: Any, **_: Any) -> Any:
+        a = Request(*args)
+        return 2 * pairs(a) * (a.query[3] + a.value[3])
+
+    def backward(*args: Any, **_: Any) -> Any:
+        a = Request(*args[5:])
+        return 2 * pairs(a) * (3 * a.query[3] + 2 * a.value[3])
+
+    formula: Any = flop_counter.register_flop_formula  # its type knows one signature alone
+    formula(torch.ops.fusedops.ring_attention)(forward)
+    formula(torch.ops.fusedops.ring_attention_backward)(backward)
+
+
 def _refuse(ctx: Any, *_: Any) -> None:
     raise checks.UnsupportedError(
         "ring_attention: has no second derivative; ulysses_attention has one"
@@ -390,4 +416,4 @@ _RING_BACKWARD = define_exchange(
     setup_context=lambda ctx, inputs, output: None,
     backward=_refuse,
 )
-imports.after("torch.utils.flop_counter", _flops.register)
+imports.after("torch.utils.flop_counter", _register_flops)

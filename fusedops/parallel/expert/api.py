@@ -24,17 +24,11 @@ from fusedops.ops._weight_gradients import summed
 from fusedops.parallel.expert.arguments import (
     DispatchOptions,
     Group,
-    check_experts,
     check_on_all,
     check_traced,
     groups_of,
 )
-from fusedops.parallel.expert.dispatcher import (
-    PendingCombine,
-    TokenDispatcher,
-    dispatch_by_operators,
-    dispatch_in_steps,
-)
+from fusedops.parallel.expert.dispatcher import PendingCombine, TokenDispatcher, start_tokens
 
 Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
 _HOST = "row counts of an expert-parallel exchange are on the host"
@@ -45,8 +39,7 @@ class DispatchHandle:
     """What ``moe_combine`` needs to send results back, and the counts of the exchange.
 
     Over a mesh of two dimensions the rows are those of the exchange between nodes. In a compiled
-    graph, and with ``max_rows``, the counts are int64 tensors on the CPU: scalars, and one number
-    per rank.
+    graph the counts are int64 tensors on the CPU: scalars, and one number per rank.
     """
 
     plan: RoutingPlan  # of the tokens of this rank
@@ -66,7 +59,6 @@ def moe_dispatch(
     *,
     reduce: str = "source",
     payload: str | None = None,
-    max_rows: int | None = None,
     validate: bool = False,
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     """Send each token to the ranks of its experts.
@@ -83,14 +75,11 @@ def moe_dispatch(
             other bits than one process.
         payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients are
             sent in the dtype of ``input``); ``None`` sends them unchanged.
-        max_rows: makes ``R`` this number, the same on every rank, however many rows arrive: shapes
-            are static. Rows after those that arrived are zeros, and have no expert in
-            ``local_plan``. ``None``: ``R`` is the number of rows that arrive. Over a mesh of two
-            dimensions the limit holds for both exchanges.
         validate: makes every rank raise in ``moe_combine`` if the output of one's experts does not
             fit, by a collective for which the host waits: for the first step of a program, or to
             search for an error. ``False``: that rank alone raises, and the others reach the timeout
-            of the group.
+            of the group. A compiled graph ignores it: the output is checked while the graph is
+            made, and its number of rows when it runs, on that rank alone.
 
     Returns:
         ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` from all ranks for the experts here,
@@ -99,9 +88,8 @@ def moe_dispatch(
         ``R`` may be 0.
 
     Raises:
-        ValueError: a shape, a group's size, an id or an offset does not fit, or more than
-            ``max_rows`` rows would arrive, on any rank: every rank raises, with the reason on the
-            one that has it. So do ranks that disagree.
+        ValueError: a shape, a group's size, an id or an offset does not fit on any rank: every rank
+            raises, with the reason on the one that has it. So do ranks that disagree.
         TypeError: the same for a wrong type; the other ranks raise ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
@@ -110,11 +98,10 @@ def moe_dispatch(
         each row is followed by its probability and expert id. One in the backward: gradients of
         rows and probabilities in one payload. The host waits for the device once, for the metadata,
         while rows are packed. Over a mesh of two dimensions all of this happens twice.
-        Differentiable once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective,
-        of one number per pair of ranks; over a mesh of two dimensions three.
+        Differentiable once in ``input`` and ``plan.probs``.
 
         Under ``torch.compile`` this is an operator, over a mesh of two dimensions two of them, with
-        the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
+        the same bits. ``R`` is a symbol, which needs ``fullgraph=True`` or
         ``torch._dynamo.config.capture_dynamic_output_shape_ops``; otherwise the graph breaks.
 
     Reference:
@@ -132,9 +119,8 @@ def moe_dispatch(
         >>> dist.destroy_process_group()
     """
     groups = groups_of("moe_dispatch", group)
-    options = DispatchOptions("moe_dispatch", groups, reduce, payload, max_rows, validate=validate)
-    dispatch = _dispatch if _is_traceable(max_rows) else _dispatch_outside_of_graphs
-    return dispatch(options, input, plan)
+    options = DispatchOptions("moe_dispatch", groups, reduce, payload, validate=validate)
+    return _dispatch(options, input, plan)
 
 
 def moe_combine(
@@ -156,7 +142,8 @@ def moe_combine(
     Raises:
         ValueError: ``output`` does not fit the rows. With ``validate`` of the dispatch every rank
             raises, with the reason on the one that has it.
-        TypeError: it is no tensor, or of another dtype; the other ranks raise ValueError.
+        TypeError: it is no tensor, or of another dtype; with ``validate`` the others raise
+            ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
@@ -193,7 +180,6 @@ def expert_parallel(
     weighted: bool = False,
     reduce: str = "source",
     payload: str | None = None,
-    max_rows: int | None = None,
     validate: bool = False,
 ) -> torch.Tensor:
     """Dispatch, compute and combine, with exchange and computation overlapped.
@@ -212,14 +198,13 @@ def expert_parallel(
         weighted: as for ``moe_combine``.
         reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
-        max_rows: as for ``moe_dispatch``; the tokens are then not split, and ``chunks`` is ignored.
         validate: as for ``moe_dispatch``.
 
     Returns:
         ``[T, H]``, as ``moe_combine``: the same bits for any number of chunks.
 
     Raises:
-        ValueError: as ``moe_dispatch`` and ``moe_combine``, on every rank.
+        ValueError: as ``moe_dispatch`` and ``moe_combine``.
         TypeError: as there.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
@@ -248,21 +233,20 @@ def expert_parallel(
                 [4.]])
         >>> dist.destroy_process_group()
     """
-    groups = groups_of("expert_parallel", group)
-    options = DispatchOptions(
-        "expert_parallel", groups, reduce, payload, max_rows, chunks, validate
-    )
-    check_experts(options, input, experts, weighted)
-    if not _is_traceable(max_rows) and chunks != 1:
+    op = "expert_parallel"
+    options = DispatchOptions(op, groups_of(op, group), reduce, payload, chunks, validate)
+    checks.flag(op, "weighted", weighted)
+    if not callable(experts):
+        checks.fail_type(op, "experts", "a function of rows and plan", experts)
+    if chunks != 1 and not _is_traceable():
         return _in_chunks(options, input, plan, experts, weighted)
-    dispatch = _dispatch if _is_traceable(max_rows) else _dispatch_outside_of_graphs
-    rows, local_plan, handle = dispatch(options, input, plan)
+    rows, local_plan, handle = _dispatch(options, input, plan)
     return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
 
 
-def _is_traceable(max_rows: int | None) -> bool:
-    """Whether a graph may contain the exchanges: one is made, or the number of rows is static."""
-    return max_rows is not None or (torch.compiler.is_compiling() and _takes_symbols())
+def _is_traceable() -> bool:
+    """Whether a graph is made, and may contain the exchanges."""
+    return torch.compiler.is_compiling() and _takes_symbols()
 
 
 @torch.compiler.assume_constant_result
@@ -277,17 +261,24 @@ def _takes_symbols() -> bool:
 def _dispatch(
     options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
+    dispatch = _dispatch_by_operators if _is_traceable() else _dispatch_outside_of_graphs
+    return dispatch(options, input, plan)
+
+
+def _dispatch_by_operators(
+    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
+) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     is_traced = torch.compiler.is_compiling()
     check = check_traced if is_traced else check_on_all
     check(options, input, plan)
-    dispatcher = dispatch_by_operators(options, input, plan)
+    (dispatcher,) = start_tokens(options, input, plan, in_steps=False)
     rows, local_plan = dispatcher.wait_tokens()
     first, last = (hop.results() for hop in (dispatcher.hops[0], dispatcher.hops[-1]))
     own: Any = first.dropped[options.groups[0].rank()]
     total: Any = last.dropped.sum()
     sent: Any = first.counts[0]
     received: Any = first.counts[1]
-    if not is_traced and options.max_rows is None:
+    if not is_traced:
         own, total = int(own), int(total)
         sent, received = (tuple(counts.tolist()) for counts in (sent, received))
     pairs = plan.top_k if len(options.groups) > 1 else 1
@@ -297,7 +288,7 @@ def _dispatch(
 
 
 def _combine(dispatcher: TokenDispatcher, output: torch.Tensor, weighted: bool) -> torch.Tensor:
-    return dispatcher.combine_start(output).wait(weighted=weighted)
+    return dispatcher.combine_start(output, weighted=weighted).wait()
 
 
 @torch.compiler.disable(reason=_HOST)
@@ -313,7 +304,7 @@ def _in_chunks(
     return call.combine_wait()
 
 
-_dispatch_outside_of_graphs = torch.compiler.disable(_dispatch, reason=_HOST)
+_dispatch_outside_of_graphs = torch.compiler.disable(_dispatch_by_operators, reason=_HOST)
 _combine_outside_of_graphs = torch.compiler.disable(_combine, reason=_HOST)
 
 
@@ -332,7 +323,7 @@ class StagedExpertParallel:
         *,
         weighted: bool = False,
     ) -> None:
-        self._dispatchers = dispatch_in_steps(options, input, plan)
+        self._dispatchers = start_tokens(options, input, plan, in_steps=True)
         self._experts, self._weighted = experts, weighted
         self._next = 0
         self._pending: list[PendingCombine] = []
@@ -347,17 +338,17 @@ class StagedExpertParallel:
         """Run the experts on the tokens that arrive, and start to send their results back."""
         if self._next == 0:
             self.second_hop()
-        pending, weighted = self._pending, self._weighted
+        pending = self._pending
         with summed(len(self._dispatchers) > 1):
             for i, dispatcher in enumerate(self._dispatchers):
                 self.second_hop()
                 output = self._experts(*dispatcher.wait_tokens())
-                pending.append(dispatcher.combine_start(output))
+                pending.append(dispatcher.combine_start(output, weighted=self._weighted))
                 if i > 0:
-                    pending[i - 1].second_hop(weighted=weighted)
-        pending[-1].second_hop(weighted=weighted)
+                    pending[i - 1].second_hop()
+        pending[-1].second_hop()
 
     def combine_wait(self) -> torch.Tensor:
         """Wait for the results; returns ``[T, H]``."""
-        parts = [chunk.wait(weighted=self._weighted) for chunk in self._pending]
+        parts = [chunk.wait() for chunk in self._pending]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

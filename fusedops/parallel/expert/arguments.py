@@ -26,7 +26,6 @@ class DispatchOptions:
     groups: Sequence[dist.ProcessGroup]  # one process group, or those across and within nodes
     reduce: str = "source"  # where results are summed
     payload: str | None = None  # ``"float8"`` or ``None``
-    max_rows: int | None = None  # rows of the result of each hop, or ``None`` for those that arrive
     chunks: int = 1  # parts of the tokens
     validate: bool = False  # whether all ranks raise if the output of one's experts does not fit
 
@@ -56,7 +55,7 @@ def check_on_all(options: DispatchOptions, input: Any, plan: Any) -> None:
         _check_options(options)
         _check_tensors(options, input, plan)
     except (TypeError, ValueError) as error:
-        _send_error(options, input, error)
+        send_error(options.op, options.groups, _device_of(options, input), error)
         raise
 
 
@@ -64,33 +63,15 @@ def check_traced(options: DispatchOptions, input: Any, plan: Any) -> None:
     """Raise if no graph can be made; the operator checks the rest, on every rank."""
     _check_options(options)
     _check_types(options.op, input, plan)
-    if input.dim() != 2:
-        checks.fail(options.op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
 
 
-def check_experts(options: DispatchOptions, input: Any, experts: Any, weighted: Any) -> None:
-    """Raise on every rank if ``experts`` is no function or ``weighted`` no bool on this one."""
-    op = options.op
-    try:
-        checks.flag(op, "weighted", weighted)
-        if not callable(experts):
-            kind = checks.type_name(experts)
-            raise TypeError(f"{op}: experts must be a function of rows and plan, got {kind}")
-    except TypeError as error:
-        if not torch.compiler.is_compiling():
-            _send_error(options, input, error)
-        raise
-
-
-def _send_error(options: DispatchOptions, input: Any, error: Exception) -> None:
-    """Let the other ranks raise; ``input`` may be anything."""
+def _device_of(options: DispatchOptions, input: Any) -> torch.device:
+    """Return a device from which an error can be sent; ``input`` may be anything."""
     if isinstance(input, torch.Tensor) and input.device.type in ("cpu", "cuda"):
-        device = input.device
-    elif dist.get_backend(options.groups[0]) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
-    send_error(options.op, options.groups, device, error)
+        return input.device
+    if dist.get_backend(options.groups[0]) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _check_options(options: DispatchOptions) -> None:
@@ -104,21 +85,19 @@ def _check_options(options: DispatchOptions) -> None:
     checks.integer(op, "chunks", chunks)
     if not 1 <= chunks <= MAX_CHUNKS:
         checks.fail(op, "chunks", f"from 1 to {MAX_CHUNKS}", chunks)
-    if options.max_rows is not None:
-        checks.integer(op, "max_rows", options.max_rows, least=0)
 
 
 def _check_types(op: str, input: Any, plan: Any) -> None:
     checks.tensor(op, "input", input)
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
+    if input.dim() != 2 or input.shape[1] < 1:
+        checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
 
 
 def _check_tensors(options: DispatchOptions, input: Any, plan: Any) -> None:
     op = options.op
     _check_types(op, input, plan)
-    if input.dim() != 2 or input.shape[1] < 1:
-        checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
     for name in ("expert_ids", "probs", "permutation", "positions", "offsets"):
         dtypes = (torch.float32, torch.float64) if name == "probs" else (torch.int32,)
         checks.index_tensor(op, f"plan.{name}", getattr(plan, name), dtypes=dtypes)

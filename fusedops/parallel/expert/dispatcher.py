@@ -10,70 +10,48 @@ results travel back. Both run the same exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
+from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel.async_exchange import begin, end
+from fusedops.parallel.collective_errors import vote
 from fusedops.parallel.comm.collectives import Pending
-from fusedops.parallel.expert.all_to_all import DispatchAllToAll
+from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchResults, start_dispatch
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.hierarchical import origin_plan, plan_in_node, slots_in_order
-from fusedops.parallel.expert.operators import (
-    COMBINE,
-    DISPATCH,
-    CombineArguments,
-    DispatchArguments,
-    DispatchResults,
-    combine_exchange,
-    dispatch_results,
-)
-from fusedops.parallel.expert.start import StartedChunk, start_dispatch, wants_gradient
+from fusedops.parallel.expert.operators import COMBINE, DISPATCH, DispatchArguments
 
 
+@dataclass(eq=False)
 class Hop:
-    """An exchange of rows over one group, ``options.groups[level]``, and of results in reverse.
+    """An exchange of rows over one group, ``options.groups[level]``, and of results in reverse."""
 
-    Args:
-        options: of the dispatch.
-        level: the index of the group.
-        input: ``[T, H]``; only its dtype and device matter.
-        plan: the routing of the rows that are sent.
-        results: waits for what arrives.
-        in_steps: whether starting and waiting are separate steps.
-    """
+    options: DispatchOptions
+    level: int
+    plan: RoutingPlan  # the routing of the rows that are sent
+    wait: Callable[[], DispatchResults]  # for what arrives
+    in_steps: bool  # whether starting and waiting are separate steps
+    _results: DispatchResults | None = None
 
-    def __init__(
-        self,
-        options: DispatchOptions,
-        level: int,
-        input: torch.Tensor,
-        plan: RoutingPlan,
-        results: Callable[[], DispatchResults],
-        *,
-        in_steps: bool,
-    ) -> None:
-        self.options, self.level, self.plan, self.in_steps = options, level, plan, in_steps
-        self.group = options.groups[level]
+    def __post_init__(self) -> None:
+        self.group = self.options.groups[self.level]
         # Experts for which a rank of the group receives rows.
-        self.num_experts = plan.num_experts // self.group.size()
-        self._like = input.detach()[:0]
-        self._wait = results
-        self._results: DispatchResults | None = None
+        self.num_experts = self.plan.num_experts // self.group.size()
 
     def results(self) -> DispatchResults:
         """Return what arrives."""
         if self._results is None:
-            self._results = self._wait()
+            self._results = self.wait()
         return self._results
 
     def next(self) -> Hop:
         """Wait, and start the hop within the node."""
         rows, probs, ids, _, dropped, anchor = self.results()
         plan = plan_in_node(ids, probs, self.num_experts)
-        start = _in_steps if self.in_steps else _by_operator
-        (hop,) = start(self.options, 1, rows, plan, dropped.sum(), anchor)
+        (hop,) = _start(self.options, 1, rows, plan, dropped.sum(), anchor, in_steps=self.in_steps)
         return hop
 
     def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> Pending:
@@ -81,24 +59,14 @@ class Hop:
 
         They return in the order in which the rows were dispatched.
         """
-        results, options = self.results(), self.options
-        arguments = CombineArguments(
-            output=output,
-            anchor=results.anchor,
-            counts=results.counts,
-            like=self._like,
-            order=order,
-            num_slots=self.plan.permutation.shape[0],
-            max_rows=options.max_rows,
-            validate=options.validate,
-            groups=[group.group_name for group in options.groups],
-            level=self.level,
-        )
-        if not self.in_steps and isinstance(output, torch.Tensor):
-            rows = COMBINE(*arguments)
+        anchor, counts = self.results().anchor, self.results().counts
+        num_slots = self.plan.permutation.shape[0]
+        if not self.in_steps:
+            name, label = self.group.group_name, CombineAllToAll.label
+            rows = COMBINE(output, anchor, counts, order, num_slots, False, name, label)
             return Pending(lambda: rows)
-        exchange, output = combine_exchange(arguments)
-        ticket = begin(exchange, output, anchor=results.anchor)
+        exchange = CombineAllToAll(counts, self.group, num_slots, output.shape[0], order)
+        ticket = begin(exchange, output, anchor=anchor)
         return Pending(lambda: end(exchange, ticket)[0])
 
 
@@ -108,88 +76,102 @@ class TokenDispatcher:
     def __init__(self, first: Hop) -> None:
         self.hops = [first]
         self.is_traced = torch.compiler.is_compiling()
-        self._options = first.options
+        self._num_hops = len(first.options.groups)
 
     def second_hop(self) -> None:
         """Wait for the tokens of this node, and send them to the ranks of their experts.
 
         Does nothing over a single group, or if it was called before.
         """
-        if len(self.hops) < len(self._options.groups):
+        if len(self.hops) < self._num_hops:
             self.hops.append(self.hops[0].next())
 
     def wait_tokens(self) -> tuple[torch.Tensor, RoutingPlan]:
         """Return the rows for the experts of this rank, and their routing over these."""
         self.second_hop()
-        last = self.hops[-1]
-        rows, probs, ids = last.results()[:3]
-        # Padding has no expert; without padding each row has one.
-        has_expert = None if self._options.max_rows is None else ids < last.num_experts
-        order = moe_sort(ids, last.num_experts)
-        return rows, RoutingPlan(ids, probs, *order, has_expert, last.num_experts)
+        rows, probs, ids = self.hops[-1].results()[:3]
+        num_experts = self.hops[-1].num_experts
+        return rows, RoutingPlan(ids, probs, *moe_sort(ids, num_experts), None, num_experts)
 
-    def combine_start(self, output: torch.Tensor) -> PendingCombine:
-        """Start to send the experts' results back."""
-        return PendingCombine(self.hops, output)
+    def combine_start(self, output: torch.Tensor, *, weighted: bool) -> PendingCombine:
+        """Check the experts' output and start to send it back.
+
+        With ``weighted`` the results are multiplied by their probabilities where they are summed.
+        """
+        rows = self.hops[-1].results().rows
+        try:
+            checks.like("moe_combine", "output", output, "the rows", rows, dtype=True)
+            if not torch.compiler.is_compiling():  # a graph does not know how many rows arrive
+                checks.shape("moe_combine", "output", output, rows.shape, "that of the rows")
+        except (TypeError, ValueError) as error:
+            self._vote(error, rows.device)
+            raise
+        self._vote(None, rows.device)
+        return PendingCombine(self.hops, output, weighted)
+
+    def _vote(self, error: Exception | None, device: torch.device) -> None:
+        """With ``validate`` raise on every rank if one has an error."""
+        options = self.hops[0].options
+        if options.validate and not torch.compiler.is_compiling():
+            vote("moe_combine", options.groups[::-1], error, device=device)
 
 
 class PendingCombine:
-    """Results sent to the ranks of their tokens. The constructor starts the exchange.
+    """Results sent to the ranks of their tokens. The constructor starts the exchange."""
 
-    ``hops`` dispatched the rows, and ``output`` ``[R, H]`` has the result of each row.
-    """
-
-    def __init__(self, hops: Sequence[Hop], output: torch.Tensor) -> None:
-        self._hops = hops
+    def __init__(self, hops: Sequence[Hop], output: torch.Tensor, weighted: bool) -> None:
+        self._hops, self._weighted = hops, weighted
         self._in_node = hops[0].options.reduce == "node"
         self._num_waiting = len(hops)
         self._pending = hops[-1].combine_start(output)
 
-    def second_hop(self, *, weighted: bool) -> None:
+    def second_hop(self) -> None:
         """Wait for the results of this node, and send them to the ranks of their tokens."""
         if self._num_waiting < 2:
             return
         self._num_waiting = 1
         first, second = self._hops
-        rows = self._pending.wait()
+        rows, order = self._pending.wait(), None
         if self._in_node:
-            rows = moe_unpermute(rows, second.plan, weighted=weighted)
-            self._pending = first.combine_start(rows)
+            rows = moe_unpermute(rows, second.plan, weighted=self._weighted)
         else:
-            self._pending = first.combine_start(rows, slots_in_order(second.plan))
+            order = slots_in_order(second.plan)
+        self._pending = first.combine_start(rows, order)
 
-    def wait(self, *, weighted: bool) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         """Return ``[T, H]``, the sum of each token's slots."""
-        self.second_hop(weighted=weighted)
+        self.second_hop()
         # Sums of a node are weighted already.
-        weighted = weighted and not self._in_node
+        weighted = self._weighted and not self._in_node
         first = self._hops[0]
         plan = origin_plan(first.options, first.level, first.plan)
         return moe_unpermute(self._pending.wait(), plan, weighted=weighted)
 
 
-def dispatch_by_operators(
-    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
-) -> TokenDispatcher:
-    """Return a dispatcher whose hops are operators, of all tokens in one chunk."""
-    return TokenDispatcher(*_by_operator(options, 0, input, plan))
-
-
-def dispatch_in_steps(
-    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
+def start_tokens(
+    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan, *, in_steps: bool
 ) -> list[TokenDispatcher]:
-    """Check the arguments on all ranks and start to send each chunk of the tokens."""
-    return [TokenDispatcher(hop) for hop in _in_steps(options, 0, input, plan)]
+    """Check the arguments on all ranks and start to send the tokens; in steps, each chunk."""
+    return [TokenDispatcher(hop) for hop in _start(options, 0, input, plan, in_steps=in_steps)]
 
 
-def _by_operator(
+def _start(
     options: DispatchOptions,
     level: int,
     input: torch.Tensor,
     plan: RoutingPlan,
     dropped: torch.Tensor | None = None,
     anchor: torch.Tensor | None = None,
+    *,
+    in_steps: bool,
 ) -> list[Hop]:
+    """Start a hop; ``dropped`` and ``anchor`` are those of the hop before."""
+    grads = torch.is_grad_enabled() and (input.requires_grad or plan.probs.requires_grad)
+    if in_steps:
+        chunks = start_dispatch(
+            options, level, input, plan, grads=grads, dropped=dropped, anchor=anchor
+        )
+        return [Hop(options, level, part, wait, in_steps=True) for part, wait in chunks]
     arguments = DispatchArguments(
         input=input,
         probs=plan.probs,
@@ -201,37 +183,11 @@ def _by_operator(
         num_experts=plan.num_experts,
         reduce=options.reduce,
         payload=options.payload,
-        grads=wants_gradient(input, plan.probs),
-        max_rows=options.max_rows,
-        validate=options.validate,
+        grads=grads,
+        validate=options.validate and not torch.compiler.is_compiling(),
         op=options.op,
         groups=[group.group_name for group in options.groups],
         level=level,
     )
     results = DispatchResults(*DISPATCH(*arguments))
-    return [Hop(options, level, input, plan, lambda: results, in_steps=False)]
-
-
-def _in_steps(
-    options: DispatchOptions,
-    level: int,
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    dropped: torch.Tensor | None = None,
-    anchor: torch.Tensor | None = None,
-) -> list[Hop]:
-    def send(exchange: DispatchAllToAll, input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        return begin(exchange, input, probs, anchor=anchor)
-
-    grads = wants_gradient(input, plan.probs)
-    dropped = None if dropped is None else dropped.to(input.device)
-    chunks = start_dispatch(options, level, input, plan, send, grads=grads, dropped=dropped)
-
-    def results(chunk: StartedChunk) -> DispatchResults:
-        *arrived, anchor = end(chunk.exchange, chunk.ticket)
-        return dispatch_results(chunk.exchange, arrived, anchor)
-
-    return [
-        Hop(options, level, input, chunk.plan, partial(results, chunk), in_steps=True)
-        for chunk in chunks
-    ]
+    return [Hop(options, level, plan, lambda: results, in_steps=False)]

@@ -12,11 +12,32 @@ dispatch over one group has a single level, which sends a row per slot.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from fusedops.ops import RoutingPlan, moe_sort
-from fusedops.parallel.expert.all_to_all import SendOrder
+from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel.expert.arguments import DispatchOptions
+
+
+@dataclass(frozen=True)
+class SendOrder:
+    """Which packed rows a rank sends, and in which order."""
+
+    plan: RoutingPlan  # the plan whose rows, in order, are the packed rows
+    # ``[T, k]`` int32, the packed row that carries each slot; for a slot that is not sent a
+    # number beyond the last row
+    row_of_slot: torch.Tensor
+    expert_ids: torch.Tensor  # ``[T, k]`` int32, packed with the rows
+    num_experts: int  # of each destination
+    joins_slots: bool = False  # whether a row carries all slots of its token for a destination
+
+    def layout(self, input: torch.Tensor, *, quantized: bool = False) -> PayloadLayout:
+        """Return the layout of the packed rows."""
+        pairs = self.plan.top_k if self.joins_slots else 1
+        dtype = self.plan.probs.dtype
+        return PayloadLayout(input.shape[1], input.dtype, dtype, pairs, quantized)
 
 
 def send_order(options: DispatchOptions, level: int, plan: RoutingPlan) -> SendOrder:
@@ -24,7 +45,7 @@ def send_order(options: DispatchOptions, level: int, plan: RoutingPlan) -> SendO
     ranks = options.groups[level].size()
     if level < len(options.groups) - 1:
         return _order_to_nodes(plan, ranks)
-    return SendOrder.of_slots(plan, ranks)
+    return SendOrder(plan, plan.positions, plan.expert_ids, plan.num_experts // ranks)
 
 
 def origin_plan(options: DispatchOptions, level: int, plan: RoutingPlan) -> RoutingPlan:

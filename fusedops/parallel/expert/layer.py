@@ -109,29 +109,16 @@ class ExpertExchange:
     def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]``."""
         (rows,) = lowered(input)
-        return expert_parallel(
-            rows,
-            plan,
-            forward,
-            self.group,
-            chunks=self.chunks,
-            reduce=self.reduce,
-            validate=self._validates(),
-        )
+        options: Any = {"chunks": self.chunks, "reduce": self.reduce, "validate": self._validates()}
+        return expert_parallel(rows, plan, forward, self.group, **options)
 
     def start(
         self, forward: Experts, input: torch.Tensor, plan: RoutingPlan
     ) -> StagedExpertParallel:
         """Start to send the tokens, and return the call whose steps the caller runs."""
-        (rows,) = lowered(input)
-        op = "expert_parallel"
-        options = DispatchOptions(
-            op,
-            groups_of(op, self.group),
-            self.reduce,
-            chunks=self.chunks,
-            validate=self._validates(),
-        )
+        op, (rows,) = "expert_parallel", lowered(input)
+        groups = groups_of(op, self.group)
+        options = DispatchOptions(op, groups, self.reduce, None, self.chunks, self._validates())
         return StagedExpertParallel(options, rows, plan, forward)
 
     def _validates(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CallSignature(NamedTuple):
-    """What must be the same on all ranks; ``max_rows`` is -1 where there is no limit."""
+    """What must be the same on all ranks."""
 
     num_experts: int
     hidden_size: int
@@ -35,7 +34,6 @@ class CallSignature(NamedTuple):
     requires_grad: bool
     chunks: int
     reduce: str
-    max_rows: int
     validate: bool
 
 
@@ -48,19 +46,6 @@ _SLOTS = _ROWS + MAX_CHUNKS
 _COLUMNS = _SLOTS + MAX_CHUNKS
 # What a ``MetadataExchange`` sends to each rank: int64.
 METADATA_BYTES = 8 * _COLUMNS
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """The metadata of one rank."""
-
-    signature: CallSignature
-    rows: Sequence[torch.Tensor]  # per chunk, int32 ``[ranks]``: rows for each rank
-    # Per chunk, int32 ``[ranks]``: slots that these rows carry; empty where a row carries one
-    # slot
-    slots: Sequence[torch.Tensor]
-    dropped: torch.Tensor  # int32 scalar: slots that no expert computes
-    faults: torch.Tensor  # int32 scalar: 0 where ids and offsets of the plan are in range, else 1
 
 
 class ExchangeCounts(NamedTuple):
@@ -77,56 +62,56 @@ class MetadataExchange:
     Args:
         op: the name of the public function, for messages.
         group: the process group.
-        device: a device from which the backend of the group can send.
-        metadata: of this rank, or the error that replaces it.
-        code: what is reported of an error; by default the code of its type.
+        sent: ``[ranks, columns]``, the message for each rank, on a device from which the backend of
+            the group can send.
+        chunks: of which it has counts.
+        error: that ``sent`` reports.
     """
 
     def __init__(
         self,
         op: str,
         group: dist.ProcessGroup,
-        device: torch.device,
-        metadata: Metadata | Exception,
-        code: ErrorCode | None = None,
+        sent: torch.Tensor,
+        chunks: int = 0,
+        error: Exception | None = None,
     ) -> None:
-        self._op, self._chunks = op, 0
-        self._error: Exception | None = None
-        message = torch.zeros((group.size(), _COLUMNS), dtype=torch.int64, device=device)
-        if isinstance(metadata, Metadata):
-            self._chunks = len(metadata.rows)
-            _fill(message, metadata)
-        else:
-            self._error = metadata
-            message[:, 0] = int(code or code_of(metadata))
-        self._sent, self._received = message, torch.empty_like(message)
+        self._op, self._chunks, self._error = op, chunks, error
+        self._sent, self._received = sent, torch.empty_like(sent)
         self._pending: Pending | None = all_to_all(
-            message, group, out=self._received, label="expert metadata"
+            sent, group, out=self._received, label="expert metadata"
         )
-        self._counts: list[ExchangeCounts] | None = None
+        self._counts: list[ExchangeCounts] = []
 
-    def wait(self) -> list[ExchangeCounts]:
-        """Return the counts of each chunk; raises on every rank if one must."""
-        if self._counts is None:
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                pending.wait()
-            # The only wait for the device: the backends need the numbers on the host.
-            sent, received = torch.stack((self._sent, self._received)).mT.tolist()
-            self._raise(sent[0][0], received)
-            columns = [RowCounts(*column) for column in zip(sent, received, strict=True)]
-            rows, slots = (columns[first : first + self._chunks] for first in (_ROWS, _SLOTS))
-            self._counts = [
-                ExchangeCounts(*pair, received[1]) for pair in zip(rows, slots, strict=True)
-            ]
-            note("expert_rows", sum(sum(counts.receive) for counts in rows))
-        return self._counts
+    def of_chunk(self, chunk: int) -> ExchangeCounts:
+        """Wait, and return the counts of one chunk."""
+        if self._pending is not None:
+            self.wait()
+        return self._counts[chunk]
+
+    def wait(self) -> None:
+        """Wait for the metadata; raises on every rank if one must."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        pending.wait()
+        # The only wait for the device: the backends need the numbers on the host.
+        sent, received = torch.stack((self._sent, self._received)).mT.tolist()
+        self._raise(sent[0][0], received)
+        columns = [RowCounts(*column) for column in zip(sent, received, strict=True)]
+        rows, slots = (columns[first : first + self._chunks] for first in (_ROWS, _SLOTS))
+        self._counts = [
+            ExchangeCounts(*pair, received[1]) for pair in zip(rows, slots, strict=True)
+        ]
+        note("expert_rows", sum(sum(counts.receive) for counts in rows))
 
     def _raise(self, own_code: int, received: list[list[int]]) -> None:
         """Raise if a rank must; ``received`` has the numbers of all ranks, column by column."""
         error, self._error = self._error, None
         if error is None and own_code != ErrorCode.NONE:
-            error = bad_plan(self._op)
+            error = ValueError(
+                f"{self._op}: plan must have expert_ids in [0, num_experts], offsets that do not"
+                " decrease, permutation and positions in [0, tokens * top_k), got others"
+            )
         error = error or error_of(self._op, received[0])
         try:
             if error is not None:
@@ -139,18 +124,37 @@ class MetadataExchange:
                 raise ValueError(f"{self._op}: the ranks must agree on {name}, got {shown}")
 
 
-def _fill(message: torch.Tensor, metadata: Metadata) -> None:
-    message[:, 0] = ErrorCode.PLAN * metadata.faults
-    message[:, 1] = metadata.dropped
+def message(
+    ranks: int,
+    signature: CallSignature,
+    rows: Sequence[torch.Tensor],
+    slots: Sequence[torch.Tensor],
+    dropped: torch.Tensor,
+    faults: torch.Tensor,
+) -> torch.Tensor:
+    """Return what is sent to each rank of a group.
+
+    Args:
+        ranks: of the group.
+        signature: of the call.
+        rows: per chunk, int32 ``[ranks]``: rows for each rank.
+        slots: per chunk, int32 ``[ranks]``: slots that these rows carry; empty where a row carries
+            one slot.
+        dropped: int32 scalar: slots that no expert computes.
+        faults: int32 scalar: 0 where ids and offsets of the plan are in range, else 1.
+    """
+    sent = torch.zeros((ranks, _COLUMNS), dtype=torch.int64, device=dropped.device)
+    sent[:, 0] = ErrorCode.PLAN * faults
+    sent[:, 1] = dropped
     numbers = [
         _VALUES[name].index(value) if name in _VALUES else int(value)
-        for name, value in metadata.signature._asdict().items()
+        for name, value in signature._asdict().items()
     ]
-    message[:, _SIGNATURE:_ROWS] = device_tensor(numbers, torch.int64, message.device)
-    for i, count in enumerate(metadata.rows, _ROWS):
-        message[:, i] = count
-    for i, count in enumerate(metadata.slots, _SLOTS):
-        message[:, i] = count
+    sent[:, _SIGNATURE:_ROWS] = device_tensor(numbers, torch.int64, dropped.device)
+    for first, counts in ((_ROWS, rows), (_SLOTS, slots)):
+        for i, count in enumerate(counts, first):
+            sent[:, i] = count
+    return sent
 
 
 def send_error(
@@ -160,15 +164,12 @@ def send_error(
     error: Exception,
     code: ErrorCode | None = None,
 ) -> None:
-    """Send an error where the other ranks of the groups expect metadata: all of them raise."""
+    """Send an error where the other ranks of the groups expect metadata: all of them raise.
+
+    ``code`` is what is reported of it, by default the code of its type.
+    """
     for group in groups:
+        sent = torch.zeros((group.size(), _COLUMNS), dtype=torch.int64, device=device)
+        sent[:, 0] = int(code or code_of(error))
         with contextlib.suppress(TypeError, ValueError):
-            MetadataExchange(op, group, device, error, code).wait()
-
-
-def bad_plan(op: str) -> ValueError:
-    """Return the error of a plan whose numbers are out of range."""
-    return ValueError(
-        f"{op}: plan must have expert_ids in [0, num_experts], offsets that do not decrease,"
-        " permutation and positions in [0, tokens * top_k), got others"
-    )
+            MetadataExchange(op, group, sent, error=error).wait()

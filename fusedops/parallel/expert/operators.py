@@ -1,50 +1,40 @@
 """Dispatch and combine as operators, for eager code and for ``torch.compile``.
 
 Code that depends on the host (metadata, error status, row counts, the collectives) runs inside. The
-number of rows that arrive is a symbol, or ``max_rows``. Counts pass from dispatch to combine as
-int64 tensors on the CPU. An anchor, a float32 scalar, connects the two in the autograd graph, so
-that a rank without rows takes part in every exchange.
+number of rows that arrive is a symbol. Counts pass from dispatch to combine as int64 tensors on the
+CPU. An anchor, a float32 scalar, connects the two in the autograd graph, so that a rank without
+rows takes part in every exchange.
 
-An operator is one exchange over one group. Its arguments name all groups of the dispatch, one or
-those across and within nodes, and the index of its own (``level``), because an error must reach the
-ranks of all. Arguments and results are the fields of a named tuple, from which the schema is made.
+An operator is one exchange over one group. The arguments of dispatch name all groups, one or those
+across and within nodes, and the index of its own (``level``), because an error must reach the ranks
+of all. Combine is its own gradient: it sends rows in one direction or in the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedops._core import checks
 from fusedops._core.library import define_exchange
-from fusedops.ops import RoutingPlan
+from fusedops.ops import RoutingPlan, moe_pack
 from fusedops.ops._moe_payload import PayloadLayout
-from fusedops.parallel.async_exchange import RowCounts
-from fusedops.parallel.collective_errors import vote
 from fusedops.parallel.comm.collectives import group_of
-from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll
+from fusedops.parallel.expert.all_to_all import (
+    GRADIENTS_OF_TOKENS,
+    CombineAllToAll,
+    DispatchResults,
+    start_dispatch,
+    token_gradients,
+)
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.hierarchical import send_order
-from fusedops.parallel.expert.metadata import ExchangeCounts
-from fusedops.parallel.expert.start import start_dispatch
-
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    bool: "bool",
-    int: "SymInt",
-    int | None: "SymInt?",
-    str: "str",
-    str | None: "str?",
-    list[str]: "str[]",
-}
 
 
 class DispatchArguments(NamedTuple):
-    """The arguments of ``moe_dispatch_rows``."""
+    """The arguments of ``moe_dispatch_rows``; its results are ``DispatchResults``."""
 
     input: Tensor  # ``[T, H]``
     probs: Tensor  # ``[T, k]``; with the four behind it the routing of the rows
@@ -59,126 +49,39 @@ class DispatchArguments(NamedTuple):
     reduce: str  # where a token's slots are summed
     payload: str | None  # ``"float8"`` or ``None``
     grads: bool  # whether autograd will ask for gradients
-    max_rows: int | None  # rows of the result, or ``None`` for those that arrive
     validate: bool  # of the dispatch; all ranks must agree on it
     op: str  # the name of the public function, for messages
     groups: list[str]  # names of all groups of the dispatch
     level: int  # the index of this exchange's group among them
 
+    @property
+    def plan(self) -> RoutingPlan:
+        """The routing; without ``tokens_per_expert``, which no exchange reads."""
+        order = self.permutation, self.positions, self.offsets.new_empty(0), self.offsets
+        return RoutingPlan(self.expert_ids, self.probs, *order, None, self.num_experts)
 
-class DispatchResults(NamedTuple):
-    """The results of ``moe_dispatch_rows``."""
-
-    rows: Tensor  # ``[R, H]``, those for this rank
-    probs: Tensor  # ``[R, pairs]``; a row to a node carries all slots of its token there
-    # ``[R, pairs]`` int32, from 0 for the first expert of the rank (at level 0 of two: of the
-    # node); their number stands for no expert
-    ids: Tensor
-    # Int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from each,
-    # where a row carries several
-    counts: Tensor
-    dropped: Tensor  # int64 ``[ranks]`` on the CPU, slots dropped on each
-    anchor: Tensor  # of the autograd graph
+    @property
+    def options(self) -> DispatchOptions:
+        """The arguments of the public function."""
+        groups = list(map(group_of, self.groups))
+        return DispatchOptions(self.op, groups, self.reduce, self.payload, validate=self.validate)
 
 
-class DispatchBackwardArguments(NamedTuple):
-    """Of ``moe_dispatch_rows_backward``: gradients of the results, and saved tensors."""
-
-    grad_rows: Tensor
-    grad_probs: Tensor
-    grad_anchor: Tensor
-    probs: Tensor
-    expert_ids: Tensor
-    permutation: Tensor
-    positions: Tensor
-    offsets: Tensor
-    counts: Tensor
-    num_experts: int
-    groups: list[str]
-    level: int
-
-
-class DispatchGradients(NamedTuple):
-    """The results of ``moe_dispatch_rows_backward``."""
-
-    grad_input: Tensor
-    grad_input_probs: Tensor
-
-
-class CombineArguments(NamedTuple):
-    """The arguments of ``moe_combine_rows``."""
-
-    output: Tensor  # ``[R, H]``
-    anchor: Tensor  # of the dispatch
-    counts: Tensor  # of the dispatch
-    like: Tensor  # ``[0, H]``, of the dtype and device of the rows
-    # Int32, begins with the result of each slot; ``None``: a result for each row
-    order: Tensor | None
-    num_slots: int  # rows of the result
-    max_rows: int | None  # rows of the experts' output; ``None``: one for each row that arrived
-    validate: bool  # whether all ranks raise if the output of one does not fit
-    groups: list[str]  # names of all groups of the dispatch
-    level: int  # the index of this exchange's group among them
-
-
-class CombineResults(NamedTuple):
-    """The result of ``moe_combine_rows``, in the order in which the rows were dispatched."""
-
-    rows: Tensor
-
-
-class CombineBackwardArguments(NamedTuple):
-    """Of ``moe_combine_rows_backward``: the gradient of the result, and saved tensors."""
-
-    grad: Tensor
-    counts: Tensor
-    order: Tensor | None
-    num_rows: int
-    group: str
-
-
-class CombineGradients(NamedTuple):
-    """The results of ``moe_combine_rows_backward``."""
-
-    grad_output: Tensor
-    grad_anchor: Tensor
-
-
-def _plan(a: DispatchArguments | DispatchBackwardArguments) -> RoutingPlan:
-    """Return the routing; without ``tokens_per_expert``, which no exchange reads."""
-    order = a.permutation, a.positions, a.offsets.new_empty(0), a.offsets
-    return RoutingPlan(a.expert_ids, a.probs, *order, None, a.num_experts)
-
-
-def _dispatch(a: DispatchArguments) -> DispatchResults:
-    groups = [group_of(name) for name in a.groups]
-    options = DispatchOptions(a.op, groups, a.reduce, a.payload, a.max_rows, validate=a.validate)
-    dropped = None if a.dropped is None else a.dropped.to(a.input.device)
-    ((_, exchange, _),) = start_dispatch(
-        options, a.level, a.input, _plan(a), DispatchAllToAll.start, grads=a.grads, dropped=dropped
+def _dispatch(*args: Any) -> DispatchResults:
+    a = DispatchArguments(*args)
+    ((_, wait),) = start_dispatch(
+        a.options, a.level, a.input, a.plan, grads=a.grads, dropped=a.dropped
     )
-    anchor = a.input.new_zeros((), dtype=torch.float32)
-    return dispatch_results(exchange, exchange.finish(), anchor)
+    return wait()
 
 
-def dispatch_results(
-    exchange: DispatchAllToAll, arrived: Sequence[Tensor], anchor: Tensor
-) -> DispatchResults:
-    """Return the results of an exchange that has finished."""
-    rows, probs = arrived
-    row_counts, slot_counts, dropped = exchange.get_counts()
-    counts = torch.tensor([*row_counts, *slot_counts])
-    return DispatchResults(rows, probs, exchange.ids, counts, torch.tensor(dropped), anchor)
-
-
-def _dispatch_fake(a: DispatchArguments) -> DispatchResults:
+def _dispatch_fake(*args: Any) -> DispatchResults:
+    a = DispatchArguments(*args)
     size, hidden = group_of(a.groups[a.level]).size(), a.input.shape[1]
     to_nodes = a.level < len(a.groups) - 1
     pairs = int(a.positions.shape[1]) if to_nodes else 1
-    num_rows: Any = a.max_rows
-    if num_rows is None:
-        # Slots are int32, and fewer than 2**31 as moe_sort demands.
-        num_rows = torch.library.get_ctx().new_dynamic_size(min=0, max=(2**31 - 1) // pairs)
+    # Slots are int32, and fewer than 2**31 as moe_sort demands.
+    num_rows: Any = torch.library.get_ctx().new_dynamic_size(min=0, max=(2**31 - 1) // pairs)
     layout = PayloadLayout(hidden, a.input.dtype, a.probs.dtype, pairs, a.payload is not None)
     stride = hidden if layout.quantized else layout.stride // a.input.dtype.itemsize
     return DispatchResults(
@@ -191,144 +94,84 @@ def _dispatch_fake(a: DispatchArguments) -> DispatchResults:
     )
 
 
-def _save_dispatch(ctx: Any, a: DispatchArguments, results: DispatchResults) -> None:
-    order = a.permutation, a.positions, a.offsets
-    ctx.save_for_backward(a.probs, a.expert_ids, *order, results.counts)
-    ctx.constants = a.num_experts, a.groups, a.level
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, *routing = inputs[:6]
+    ctx.save_for_backward(*routing, DispatchResults(*output).counts)
+    ctx.inputs = inputs[6:]
 
 
-def _dispatch_gradients(ctx: Any, grads: DispatchResults) -> dict[str, Tensor]:
-    tensors = grads.rows, grads.probs, grads.anchor, *ctx.saved_tensors
-    grad_input, grad_probs = _DISPATCH_BACKWARD(*tensors, *ctx.constants)
-    return {"input": grad_input, "probs": grad_probs}
-
-
-def _dispatch_backward(a: DispatchBackwardArguments) -> DispatchGradients:
-    options = DispatchOptions("moe_dispatch", [group_of(name) for name in a.groups])
-    order = send_order(options, a.level, _plan(a))
-    counts = RowCounts(*a.counts[:2].tolist())
-    exchange = DispatchAllToAll(
-        options,
-        a.level,
-        order,
-        order.layout(a.grad_rows),
-        lambda: ExchangeCounts(counts, counts, []),
+def _dispatch_gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise checks.UnsupportedError("moe_dispatch: has no second derivative")
+    *routing, counts = ctx.saved_tensors
+    gradients = DispatchResults(*grads)
+    a = DispatchArguments(gradients.rows, *routing, *ctx.inputs)
+    order = send_order(a.options, a.level, a.plan)
+    packed = moe_pack(gradients.rows, gradients.probs.to(a.probs.dtype))
+    num_slots, group = order.plan.permutation.shape[0], a.groups[a.level]
+    # The anchor orders this exchange after those of the gradients of results.
+    payload = COMBINE(
+        packed, gradients.anchor, counts, None, num_slots, False, group, GRADIENTS_OF_TOKENS
     )
-    exchange.start_backward(a.grad_rows, a.grad_probs)
-    return DispatchGradients(*exchange.finish_backward())
+    return *token_gradients(payload, order, gradients.rows), *[None] * (len(a) - 2)
 
 
-def _dispatch_backward_fake(a: DispatchBackwardArguments) -> DispatchGradients:
-    grad_input = a.grad_rows.new_empty((a.positions.shape[0], a.grad_rows.shape[1]))
-    return DispatchGradients(grad_input, a.probs.new_empty(a.positions.shape))
+def _combine(
+    rows: Tensor,
+    anchor: Tensor | None,
+    counts: Tensor,
+    order: Tensor | None,
+    num_rows: int,
+    reverse: bool,
+    group: str,
+    label: str,
+) -> Tensor:
+    """Send results back, or in ``reverse`` the gradients of what returned.
 
-
-def _counts(a: CombineArguments | CombineBackwardArguments) -> RowCounts:
-    return RowCounts(*(a.counts[:2] if a.order is None else a.counts[2:]).tolist())
-
-
-def combine_exchange(a: CombineArguments) -> tuple[CombineAllToAll, Tensor]:
-    """Return the exchange of results, and the checked results."""
-    counts, output = _counts(a), a.output
-    groups = [group_of(name) for name in a.groups]
-    if a.level == len(groups) - 1:  # from the experts; the other level only passes results on
-        num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
-        error: Exception | None = None
-        try:
-            checks.like("moe_combine", "output", output, "the rows", a.like, dtype=True)
-            shape = num_rows, a.like.shape[1]
-            checks.shape("moe_combine", "output", output, shape, "that of the rows")
-        except (TypeError, ValueError) as problem:
-            if not a.validate:
-                raise
-            error = problem
-        if a.validate:
-            vote("moe_combine", groups[::-1], error, device=a.like.device)
-    exchange = CombineAllToAll(counts, a.num_slots, groups[a.level], output.shape[0], a.order)
-    return exchange, output
-
-
-def _combine(a: CombineArguments) -> CombineResults:
-    exchange, output = combine_exchange(a)
-    exchange.start(output)
-    return CombineResults(*exchange.finish())
-
-
-def _combine_fake(a: CombineArguments) -> CombineResults:
-    return CombineResults(a.like.new_empty((a.num_slots, a.like.shape[1])))
-
-
-def _save_combine(ctx: Any, a: CombineArguments, results: CombineResults) -> None:
-    ctx.save_for_backward(a.counts, a.order)
-    ctx.constants = a.output.shape[0], a.groups[a.level]
-
-
-def _combine_gradients(ctx: Any, grads: CombineResults) -> dict[str, Tensor]:
-    grad_output, grad_anchor = _COMBINE_BACKWARD(grads.rows, *ctx.saved_tensors, *ctx.constants)
-    return {"output": grad_output, "anchor": grad_anchor}
-
-
-def _combine_backward(a: CombineBackwardArguments) -> CombineGradients:
-    num_slots = a.grad.shape[0]
-    exchange = CombineAllToAll(_counts(a), num_slots, group_of(a.group), a.num_rows, a.order)
-    exchange.start_backward(a.grad)
-    (grad_output,) = exchange.finish_backward()
-    return CombineGradients(grad_output, a.grad.new_zeros((), dtype=torch.float32))
-
-
-def _combine_backward_fake(a: CombineBackwardArguments) -> CombineGradients:
-    grad_output = a.grad.new_empty((a.num_rows, a.grad.shape[1]))
-    return CombineGradients(grad_output, a.grad.new_empty((), dtype=torch.float32))
-
-
-def _define(
-    name: str,
-    kernel: Callable[[Any], Any],
-    fake: Callable[[Any], Any],
-    save: Callable[[Any, Any, Any], None] | None = None,
-    gradients: Callable[[Any, Any], dict[str, Tensor]] | None = None,
-) -> Callable[..., Any]:
-    """Register an operator whose kernel takes and returns named tuples, as its annotations say.
-
-    ``gradients`` returns those of the arguments that have one, by name.
+    ``counts`` and ``anchor`` are those of the dispatch, ``num_rows`` the rows of the result.
     """
-    hints = get_type_hints(kernel)
-    arguments, results = hints["a"], hints["return"]
-
-    def plain(values: Any) -> Any:
-        return values[0] if len(values) == 1 else tuple(values)
-
-    def named(values: Any) -> Any:
-        return results(values) if len(results._fields) == 1 else results(*values)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        assert save is not None
-        save(ctx, arguments(*inputs), named(output))
-
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        assert gradients is not None
-        by_name = gradients(ctx, results(*grads))
-        return tuple(by_name.get(field) for field in arguments._fields)
-
-    schema = [
-        ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in get_type_hints(side).items())
-        for side in (arguments, results)
-    ]
-    return define_exchange(
-        name,
-        f"({schema[0]}) -> ({schema[1]})",
-        kernel=lambda *values: plain(kernel(arguments(*values))),
-        fake=lambda *values: plain(fake(arguments(*values))),
-        setup_context=None if save is None else setup_context,
-        backward=None if gradients is None else backward,
-    )
+    exchange = CombineAllToAll(counts, group_of(group), num_rows, num_rows, order, label)
+    if reverse:
+        exchange.start_backward(rows)
+        return exchange.finish_backward()[0]
+    exchange.start(rows)
+    return exchange.finish()[0]
 
 
-DISPATCH = _define(
-    "moe_dispatch_rows", _dispatch, _dispatch_fake, _save_dispatch, _dispatch_gradients
+def _combine_fake(rows: Tensor, *args: Any) -> Tensor:
+    return rows.new_empty((args[3], rows.shape[1]))
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, anchor, counts, order, _, reverse, *names = inputs
+    ctx.save_for_backward(counts, order)
+    ctx.constants = rows.shape[0], not reverse, *names
+    ctx.has_anchor = anchor is not None
+
+
+def _combine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows = COMBINE(grad, None, *ctx.saved_tensors, *ctx.constants)
+    anchor = grad.new_zeros((), dtype=torch.float32) if ctx.has_anchor else None
+    return rows, anchor, *[None] * 6
+
+
+DISPATCH = define_exchange(
+    "moe_dispatch_rows",
+    "(Tensor input, Tensor probs, Tensor expert_ids, Tensor permutation, Tensor positions,"
+    " Tensor offsets, Tensor? dropped, SymInt num_experts, str reduce, str? payload, bool grads,"
+    " bool validate, str op, str[] groups, int level) -> (Tensor rows, Tensor probs_of_rows,"
+    " Tensor ids, Tensor counts, Tensor dropped_by_rank, Tensor anchor)",
+    kernel=_dispatch,
+    fake=_dispatch_fake,
+    setup_context=_save_dispatch,
+    backward=_dispatch_gradients,
 )
-_DISPATCH_BACKWARD = _define(
-    "moe_dispatch_rows_backward", _dispatch_backward, _dispatch_backward_fake
+COMBINE = define_exchange(
+    "moe_combine_rows",
+    "(Tensor rows, Tensor? anchor, Tensor counts, Tensor? order, SymInt num_rows, bool reverse,"
+    " str group, str label) -> Tensor",
+    kernel=_combine,
+    fake=_combine_fake,
+    setup_context=_save_combine,
+    backward=_combine_gradients,
 )
-COMBINE = _define("moe_combine_rows", _combine, _combine_fake, _save_combine, _combine_gradients)
-_COMBINE_BACKWARD = _define("moe_combine_rows_backward", _combine_backward, _combine_backward_fake)
