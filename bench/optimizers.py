@@ -13,7 +13,7 @@
 ``single`` beside the first is torch's loop over parameters, and ``deepspeed`` beside the first two
 DeepSpeed's CPUAdam, in torch's place, where it is installed and builds; else a line says why not.
 Rounds are interleaved by
-``_core/timer.py``; a ratio is the median of those of single rounds. The two steps that clip do so
+``runtime/timer.py``; a ratio is the median of those of single rounds. The two steps that clip do so
 at every step. In ``remaining`` a sample is ``step`` alone, after a forward and a backward of the
 same model; copies are those within one memory.
 """
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops._core import timer
 from fusedops.bench import machine
 from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.runtime import timer
 
 # The parameters of two layers of a transformer of 1536, with their biases and norms.
 HIDDEN = 1536

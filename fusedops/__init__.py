@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         testing,
         train,
     )
-    from fusedops._core.host import tune_host
     from fusedops.generation import generate
     from fusedops.integrations import (
         PatchReport,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     )
     from fusedops.integrations.graph.passes import compile_passes
     from fusedops.planner.sharding import auto_parallel
+    from fusedops.runtime.host import tune_host
     from fusedops.testing import verify
 
 __version__ = "0.1.0"
@@ -63,7 +63,7 @@ _LAZY = {
     "resolve": "fusedops._core.backends",
     "testing": "fusedops.testing",
     "train": "fusedops.train",
-    "tune_host": "fusedops._core.host",
+    "tune_host": "fusedops.runtime.host",
     "compile_passes": "fusedops.integrations.graph.passes",
     "decompositions": "fusedops.integrations",
     "describe": "fusedops.integrations",

@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fusedops
-from fusedops._core.timer import TimingPlan, Variant, clock_for, measure
 from fusedops.bench.machine import describe, git_commit, versions
 from fusedops.bench.results import now
+from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
 from fusedops.terminal.files import write_json
 
 WIDTH, HEADS, LAYERS, INNER, VOCABULARY = 512, 8, 4, 1408, 8192

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops._core import host
-from fusedops._core.timer import TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
+from fusedops.runtime import host
+from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
 
 SLOW = 0.97  # of stock's speed: below it a type is named
 ROWS, TOKENS = 2, 128

@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, BertModel
 from transformers.utils import logging as transformers_logging
 
 import fusedops
-from fusedops._core import timer
 from fusedops.bench import machine
+from fusedops.runtime import timer
 from fusedops.terminal import files
 from fusedops.terminal.files import UserError
 

@@ -20,12 +20,12 @@ from torch import nn
 
 import fusedops
 from fusedops import memory
-from fusedops._core import host
-from fusedops._core.timer import TimingPlan, Variant, clock_for, measure
 from fusedops.bench.model_zoo import FAMILIES, ModelSize
 from fusedops.memory.arena import StepArena
 from fusedops.memory.arena.usage import ArenaReport
 from fusedops.optim import AdamW
+from fusedops.runtime import host
+from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
 
 _WARM_UP = 5  # steps: the plan is final after three
 _PLAIN, _ARENA = "plain", "arena"

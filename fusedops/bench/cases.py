@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
-from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, measure
 from fusedops.bench.contenders import (
     COMPILE,
     EAGER,
@@ -24,6 +22,8 @@ from fusedops.bench.contenders import (
 )
 from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow, dtype_name
+from fusedops.runtime.peak import peak_bytes
+from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, measure
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit in memory in addition.

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fusedops._core import env
 from fusedops.launch.processes import Ranks
-from fusedops.parallel.comm import collectives, shared_memory
+from fusedops.parallel.comm import collectives
+from fusedops.runtime import shared_memory
 
 BACKENDS = ("gloo", "shared_memory", "nccl")
 _ITEM = 4  # bytes of float32

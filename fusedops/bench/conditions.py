@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedops._core import host
-from fusedops._core.timer import TimingPlan
+from fusedops.runtime import host
+from fusedops.runtime.timer import TimingPlan
 
 ALLOCATORS = ("tuned", "system")
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from fusedops._core.timer import clock_for
 from fusedops.bench import machine
 from fusedops.bench.calibration import calibrate
 from fusedops.bench.limits import measure_limits
@@ -30,6 +29,7 @@ from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceLinks, DeviceMemory
 from fusedops.planner.step_time import step_time
+from fusedops.runtime.timer import clock_for
 
 # Constants that steps of one process tell.
 FITTED = (

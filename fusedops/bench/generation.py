@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fusedops._core import host
 from fusedops.bench.small_models import InterleavedRow, SmallModel
 from fusedops.generation import generate
 from fusedops.models import Transformer, save_huggingface
+from fusedops.runtime import host
 
 OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
 PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")

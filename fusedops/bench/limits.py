@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedops._core.timer import Clock, TimingPlan, Variant, measure
+from fusedops.runtime.timer import Clock, TimingPlan, Variant, measure
 
 _PLAN = TimingPlan(least=5, most=15, seconds=0.4)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fusedops._core import architecture, env, host
+from fusedops._core import architecture, env
+from fusedops.runtime import host
 
 
 @dataclass(frozen=True)

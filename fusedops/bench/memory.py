@@ -17,11 +17,11 @@ from torch import nn
 
 import fusedops
 from fusedops import memory
-from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 from fusedops.bench.model_zoo import ModelFamily, ModelSize
 from fusedops.bench.results import dtype_name
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.report import MemoryReport
+from fusedops.runtime.timer import Clock, TimingPlan, Variant, measure
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")

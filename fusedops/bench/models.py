@@ -17,8 +17,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
-from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Variant, measure
 from fusedops.bench.cases import BenchSettings, lead, timed_row
 from fusedops.bench.contenders import (
     AUTOMATIC,
@@ -32,6 +30,8 @@ from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
 from fusedops.bench.results import BenchRow, dtype_name
 from fusedops.integrations import patch
+from fusedops.runtime.peak import peak_bytes
+from fusedops.runtime.timer import Variant, measure
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
 MODES = (TRAINING, FORWARD, DECODING)

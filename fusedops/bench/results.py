@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fusedops._core.timer import TimingPlan
 from fusedops.bench import machine
 from fusedops.bench.limits import Limits
+from fusedops.runtime.timer import TimingPlan
 from fusedops.terminal import files
 
 FORMAT = 1

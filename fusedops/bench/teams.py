@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fusedops._core import host
+from fusedops.runtime import host
 
 _PATIENCE = 600.0
 # Share of a setting's seconds in which it warms up: for some ten steps its heap still grows, and a

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedops._core import backends
-from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.contenders import (
     AUTOMATIC,
     EAGER,
@@ -31,6 +30,7 @@ from fusedops.bench.contenders import (
 )
 from fusedops.bench.results import dtype_name
 from fusedops.ops.linear_act import linear_act
+from fusedops.runtime.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import BenchCase, all_specs
 from fusedops.terminal.console import number_columns, print_table
 from fusedops.terminal.progress import steps

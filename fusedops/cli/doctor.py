@@ -97,8 +97,9 @@ def _devices(text: str) -> list[torch.device]:
 
 def _record(devices: list[torch.device]) -> dict[str, Any]:
     """Return what is printed above the ops, as JSON holds it."""
-    from fusedops._core import backends, env, host
+    from fusedops._core import backends, env
     from fusedops.bench import machine
+    from fusedops.runtime import host
 
     return {
         "versions": machine.versions(),
@@ -156,7 +157,7 @@ def _show_installed(out: Console) -> None:
 
 
 def _show_host(out: Console) -> None:
-    from fusedops._core import host
+    from fusedops.runtime import host
 
     for finding in host.inspect_host():
         if finding.good:

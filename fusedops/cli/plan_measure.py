@@ -2,7 +2,7 @@
 
 Measured is a whole step of training: forward, loss, backward and a fused AdamW, of models that
 transformers builds from configurations, as they come and after ``fusedops.patch``. The allocator
-counts (``_core/peak.py``); weights and states, which are there before the step, are added. Memory
+counts (``runtime/peak.py``); weights and states, which are there before the step, are added. Memory
 that a model or an optimizer of this package lets leave for the host is counted where it says so.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusedops._core.peak import peak_bytes
 from fusedops.bench import model_zoo
 from fusedops.models import from_config
 from fusedops.planner import Estimate, Layout, estimate
+from fusedops.runtime.peak import peak_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedops._core import checks
-from fusedops._core.host_memory import available_bytes
+from fusedops.runtime.host_memory import available_bytes
 
 if TYPE_CHECKING:
     from fusedops.planner import Estimate

@@ -2,7 +2,7 @@
 
 Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring buffer of
 negligible cost; it does not record point-to-point communications of gloo. Collectives through
-shared memory have a record of their own (``parallel/comm/shared_memory.py``).
+shared memory have a record of their own (``runtime/shared_memory.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from fusedops.parallel.comm import shared_memory
+from fusedops.runtime import shared_memory
 
 # Torch's stubs do not know the recorder.
 _c10d: Any = _distributed_c10d

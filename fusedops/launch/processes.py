@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from fusedops._core import env, host
+from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.device_tensors import device_tensor
 from fusedops.launch.config_table import InputError
@@ -35,6 +35,7 @@ from fusedops.launch.job import RendezvousError, check_address, join_job
 from fusedops.launch.start_checks import check, exchange, own_place, shown_ranks
 from fusedops.parallel.collective_errors import gather_objects, raise_on_all
 from fusedops.parallel.comm import collectives, host_groups
+from fusedops.runtime import host
 
 # What the other processes get to end by themselves when one has ended badly after a signal: as
 # torchrun's.

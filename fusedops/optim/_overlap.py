@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
 from fusedops.optim._state import MOMENTS, read_parameter
 from fusedops.optim._step_queue import Basis
+from fusedops.runtime.copy_engine import CopyEngine, finish_all
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 STATES = ("master", *MOMENTS)

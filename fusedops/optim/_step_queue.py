@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fusedops._core import host_module
 from fusedops.ops.adamw import Draw
 from fusedops.optim._state import MOMENTS
+from fusedops.runtime import host_module
 
 
 @dataclass(frozen=True)

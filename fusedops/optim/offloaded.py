@@ -16,14 +16,6 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops._core.copy_engine import (
-    CopyEngine,
-    CopyError,
-    HostCopyEngine,
-    copy_engine,
-    finish_all,
-)
-from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
 from fusedops.optim._overlap import STATES, Bucket, GradientSnapshot, Job, Slot, Workers, host_like
@@ -31,6 +23,14 @@ from fusedops.optim._state import Storage, new_state
 from fusedops.optim._step_queue import Basis
 from fusedops.optim.adamw import AdamW, Member
 from fusedops.optim.norms import total
+from fusedops.runtime.copy_engine import (
+    CopyEngine,
+    CopyError,
+    HostCopyEngine,
+    copy_engine,
+    finish_all,
+)
+from fusedops.runtime.host_memory import available_bytes
 
 # Buckets, each with some of its slots.
 ChosenSlots = list[tuple[Bucket, list[Slot]]]
@@ -117,7 +117,7 @@ class OffloadedAdamW(AdamW):
         checks.probability(op, "device_fraction", device_fraction)
         checks.integer(op, "bucket_bytes", bucket_bytes, least=1)
         if engine is not None and not isinstance(engine, CopyEngine):
-            checks.fail_type(op, "engine", "a CopyEngine (fusedops._core.copy_engine)", engine)
+            checks.fail_type(op, "engine", "a CopyEngine (fusedops.runtime.copy_engine)", engine)
         if options.get("capturable"):
             raise UnsupportedError(f"{op}: capturable must be False: steps are made on the host")
         if threads is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, host
+from fusedops._core import checks
 from fusedops.checkpoint import Checkpointer, Guard, Restored
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
@@ -37,6 +37,7 @@ from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.profiler import StepRecorder
+from fusedops.runtime import host
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, resume
 from fusedops.train.config import Config, check_parallel

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 import fusedops
 from fusedops._core.architecture import cpu_slug
-from fusedops._core.peak import peak_bytes
 from fusedops.bench import limits as limits_module
 from fusedops.bench.cases import tiny_sample
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
+from fusedops.runtime.peak import peak_bytes
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
 ROWS, COLUMNS = 64, 128

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedops._core.timer import CpuClock, TimingPlan
 from fusedops.bench import memory
 from fusedops.bench.model_zoo import FAMILIES, ModelSize
 from fusedops.cli.main import app
+from fusedops.runtime.timer import CpuClock, TimingPlan
 
 pytest.importorskip("transformers")
 

@@ -17,7 +17,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fusedops
-from fusedops._core.timer import CpuClock, Timing, TimingPlan, Variant
 from fusedops.bench import limits as limits_module
 from fusedops.bench import models
 from fusedops.bench.limits import Limit, Limits
@@ -33,6 +32,7 @@ from fusedops.bench.models import (
 )
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
+from fusedops.runtime.timer import CpuClock, Timing, TimingPlan, Variant
 
 pytest.importorskip("transformers")
 

@@ -16,10 +16,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fusedops._core import backends, extension
-from fusedops._core.timer import CpuClock, Timing
 from fusedops.cli import calibrate
 from fusedops.cli.main import app
 from fusedops.cli.selftest import check_op
+from fusedops.runtime.timer import CpuClock, Timing
 from fusedops.specs import all_specs
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from first_gpu import __main__ as first_gpu
 from first_gpu import figure_list, figures, plugin
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops._core.timer import clock_for
 from fusedops.bench.limits import Limit, Limits
+from fusedops.runtime.timer import clock_for
 from fusedops.specs import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]

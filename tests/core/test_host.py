@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedops
-from fusedops._core import host
+from fusedops.runtime import host
 
 LINUX_GLIBC = pytest.mark.skipif(
     host.maps_large_blocks() is None, reason="the C library's allocator is not glibc's"

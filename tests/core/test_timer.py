@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedops._core import timer
-from fusedops._core.timer import CpuClock, CudaClock, Spread, Timing, TimingPlan, Variant, measure
+from fusedops.runtime import timer
+from fusedops.runtime.timer import CpuClock, CudaClock, Spread, Timing, TimingPlan, Variant, measure
 
 
 class ScriptedClock:

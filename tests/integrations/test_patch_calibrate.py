@@ -17,11 +17,11 @@ from patch_testing import assert_same_training
 from torch import nn
 
 import fusedops
-from fusedops._core.timer import Timing, Variant
 from fusedops.integrations import describe
 from fusedops.integrations.hf.calibration import calibrate
 from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
 from fusedops.integrations.hf.rules import torch_modules
+from fusedops.runtime.timer import Timing, Variant
 
 X = torch.linspace(-1, 1, 4 * 32).view(4, 32)
 LOST = CalibrationFinding(0.5, True, "float32, 4x32")

@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedops
 from fusedops import memory
-from fusedops._core.peak import peak_bytes
+from fusedops.runtime.peak import peak_bytes
 
 VOCAB = 256
 CHECKED = memory.OffloadSettings(least_bytes=1, check=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core.copy_engine import CopyTimeoutError
+from fusedops.runtime.copy_engine import CopyTimeoutError
 
 PIECES = 3
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fusedops import UnsupportedError
-from fusedops._core import host_module
 from fusedops.cli.main import app
 from fusedops.memory import arena
 from fusedops.memory.arena import Placement
+from fusedops.runtime import host_module
 
 Buffers = tuple[list[int], list[int], list[int]]
 

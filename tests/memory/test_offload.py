@@ -14,11 +14,11 @@ from small_models import assert_keeps_bits, assert_same_bits, encoder, encoder_l
 from stepped_engine import SteppedEngine
 
 from fusedops import memory
-from fusedops._core.copy_engine import CopyTimeoutError, HostCopyEngine
 from fusedops.memory.apply import policy_state_of
 from fusedops.memory.offloading import pool as pools
 from fusedops.memory.offloading.offloader import Offloader
 from fusedops.memory.offloading.pool import BufferReuseError
+from fusedops.runtime.copy_engine import CopyTimeoutError, HostCopyEngine
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import torch
 
 import fusedops
 from fusedops import memory
-from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.ops._weight_gradients import summed
+from fusedops.runtime.copy_engine import HostCopyEngine
 from fusedops.testing import threads
 
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import memory
-from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.runtime.copy_engine import HostCopyEngine
 from fusedops.testing import threads
 
 STEPS = 4

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core import backends
-from fusedops._core.copy_engine import CopyError, finish_all
+from fusedops.runtime.copy_engine import CopyError, finish_all
 from fusedops.specs import all_specs, tensors_in
 from fusedops.specs.comparison import floating, incoming
 

@@ -14,8 +14,8 @@ from optim_testing import assert_same, parameters, reachable, set_gradients
 from torch import nn
 
 import fusedops
-from fusedops._core.copy_engine import CopyError, HostCopyEngine
 from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 Change = Callable[[nn.Module], None]
 HALF = (torch.bfloat16, torch.float16)

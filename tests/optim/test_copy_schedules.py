@@ -17,9 +17,9 @@ import torch
 from offload_testing import train
 from optim_testing import assert_same
 
-from fusedops._core.copy_engine import CopyError, HostCopyEngine
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._overlap import Bucket, Job, Workers
+from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 SEEDS = range(12)
 LONGEST = 0.004  # seconds of a delay: long beside what a bucket of the tiny model takes

@@ -17,9 +17,9 @@ from optim_testing import assert_same
 from torch import nn
 
 from fusedops import UnsupportedError
-from fusedops._core import host_memory
 from fusedops.optim import AdamW, OffloadedAdamW, offloaded
 from fusedops.optim._overlap import Bucket
+from fusedops.runtime import host_memory
 
 SMALL = {"bucket_bytes": 300, "threads": 2}  # several buckets of the tiny model
 OPTIONS: list[dict[str, Any]] = [

@@ -17,7 +17,8 @@ from process_pool import CONTEXT, World
 from torch import distributed as dist
 
 from fusedops._core import env, extension
-from fusedops.parallel.comm import collectives, shared_memory
+from fusedops.parallel.comm import collectives
+from fusedops.runtime import shared_memory
 
 needs_channel = pytest.mark.skipif(
     extension.cpu_library() is not None or not hasattr(os, "memfd_create"),

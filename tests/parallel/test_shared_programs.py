@@ -15,7 +15,8 @@ from process_pool import World
 from test_shared import needs_channel
 from torch import distributed as dist
 
-from fusedops.parallel.comm import collectives, shared_memory
+from fusedops.parallel.comm import collectives
+from fusedops.runtime import shared_memory
 
 pytestmark = [pytest.mark.distributed, needs_channel]
 OnRanks = Callable[..., list[Any]]

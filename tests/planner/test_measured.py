@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("transformers")
 
 from fusedops import models
-from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
 from fusedops.models import TransformerConfig
 from fusedops.planner import Layout, estimate, saved_tensors
 from fusedops.planner.memory import layer_bytes
+from fusedops.runtime.copy_engine import HostCopyEngine
 
 
 def sizes_of(config: Any) -> TransformerConfig:

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 
 from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
 from first_gpu.plugin import error_of_context
-from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.cases import variant_of
 from fusedops.bench.contenders import Contender, ContenderCall, backend_of, reason_against
 from fusedops.bench.limits import LeastWork, Limit, Limits, measure_limits
 from fusedops.optim import AdamW
+from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
 OURS = "fusedops"

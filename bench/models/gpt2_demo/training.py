@@ -21,9 +21,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fusedops
-from fusedops._core import timer
-from fusedops._core.peak import peak_bytes
 from fusedops.integrations import PatchReport
+from fusedops.runtime import timer
+from fusedops.runtime.peak import peak_bytes
 
 from .corpus import Corpus
 

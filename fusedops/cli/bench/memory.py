@@ -59,10 +59,10 @@ def memory(
 def _measure(
     families: list[Any], size: Any, conditions: options.Conditions
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
-    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.memory import run_case
     from fusedops.bench.results import now
+    from fusedops.runtime.timer import TimingPlan, clock_for
     from fusedops.terminal.progress import steps
 
     dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds

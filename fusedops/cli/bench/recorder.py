@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedops._core.timer import TimingPlan, clock_for
 from fusedops.bench import limits, machine
 from fusedops.bench.cases import BenchSettings
 from fusedops.bench.conditions import Conditions
 from fusedops.bench.results import BenchRecord, BenchRow, record_of, save_csv, save_json
 from fusedops.cli.bench import options
+from fusedops.runtime.timer import TimingPlan, clock_for
 from fusedops.terminal.console import console
 from fusedops.terminal.progress import steps
 

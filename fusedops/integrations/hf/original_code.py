@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fusedops._core.checks import UnsupportedError
-from fusedops._core.host_module import load
 from fusedops.integrations.hf.class_table import ClassTable
+from fusedops.runtime.host_module import load
 
 _num_modes = torch._C._len_torch_function_stack
 _innermost_transform: Any = torch._C._functorch.peek_interpreter_stack

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, host_module
+from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.runtime import host_module
 
 _MOST = 2**63 - 1
 _FREE = -1  # as csrc/host/arena.h

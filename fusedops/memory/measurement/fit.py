@@ -17,13 +17,13 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
-from fusedops._core.peak import peak_bytes
 from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.report import format_bytes, state_bytes, static_bytes
 from fusedops.memory.measurement.step import Loss, ModelStep, check_arguments, preserve_gradients
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
+from fusedops.runtime.peak import peak_bytes
 
 _ROUNDS = 3
 _TREATMENTS: dict[str, Any] = {  # from names of layers to rules

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops._core.peak import peak_bytes
 from fusedops.memory.measurement import plot
 from fusedops.memory.measurement.step import Loss, ModelStep, check_arguments, preserve_gradients
 from fusedops.memory.measurement.trace import (
@@ -22,6 +21,7 @@ from fusedops.memory.measurement.trace import (
     layer_markers,
 )
 from fusedops.optim import AdamW
+from fusedops.runtime.peak import peak_bytes
 
 _MIB = 2**20
 # Kinds of tensors: the title of the column, and a line of the summary.

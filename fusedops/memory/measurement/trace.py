@@ -1,7 +1,7 @@
 """What is allocated while a model takes one step: by whom, where, and until when.
 
 A dispatch mode sees every tensor that an operator makes and when its memory is freed; what a kernel
-allocates and frees inside itself it does not see (``_core/peak.py`` counts that, and knows no
+allocates and frees inside itself it does not see (``runtime/peak.py`` counts that, and knows no
 names). Markers around layers note which layer runs: forward when it is called, backward when the
 gradient of its output arrives. A step may have several micro-batches, in any order.
 """

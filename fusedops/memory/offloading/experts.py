@@ -10,7 +10,7 @@ added or gradients scaled. Optimizers and checkpoints are therefore unchanged. A
 device from routing until its layer's forward ends, and again during its backward. Under autocast it
 is there only in the dtype of the products.
 
-``_core/copy_engine.py`` does the copies: on a GPU from pinned memory, overlapping computation.
+``runtime/copy_engine.py`` does the copies: on a GPU from pinned memory, overlapping computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
-from fusedops._core.copy_engine import CopyEngine
 from fusedops._core.device_tensors import device_tensor
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.offloading.pool import Pool
@@ -34,6 +33,7 @@ from fusedops.memory.saved_tensors import check_version, mark_lasting
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
 from fusedops.ops._routing_reuse import recomputing
+from fusedops.runtime.copy_engine import CopyEngine
 
 _OP = "store_experts"
 Compute = Callable[[RoutingPlan, list[torch.Tensor | None]], torch.Tensor]

@@ -6,7 +6,7 @@
 
 No memory is reused while a copy reads or writes it: an offloaded tensor stays alive until its copy
 is done, a fetched one as well even if nobody needs it any more, and a buffer cools in the pool
-(``pool.py``). ``_core/copy_engine.py`` does the copies.
+(``pool.py``). ``runtime/copy_engine.py`` does the copies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
-from fusedops._core.copy_engine import CopyEngine, CopyTimeoutError, copy_engine
 from fusedops.memory.offloading.pool import BufferReuseError, Pool
 from fusedops.memory.saved_tensors import SharedStorage
+from fusedops.runtime.copy_engine import CopyEngine, CopyTimeoutError, copy_engine
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fusedops._core.copy_engine import CopyEngine
-from fusedops._core.host_memory import available_bytes
+from fusedops.runtime.copy_engine import CopyEngine
+from fusedops.runtime.host_memory import available_bytes
 
 POISON = 0xFF
 _GRAIN = 4096

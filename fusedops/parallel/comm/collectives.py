@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from fusedops._core import checks, dtypes
 from fusedops._core.collectives import all_gather_single, reduce_scatter_single
-from fusedops.parallel.comm import shared_memory
 from fusedops.parallel.comm.log import COMPUTE as COMPUTE
 from fusedops.parallel.comm.log import ComputeSpan as ComputeSpan
 from fusedops.parallel.comm.log import Event as Event
@@ -35,6 +34,7 @@ from fusedops.parallel.comm.log import computing as computing
 from fusedops.parallel.comm.log import note as note
 from fusedops.parallel.comm.log import record_start, wait_recorded
 from fusedops.parallel.comm.log import recorded as recorded
+from fusedops.runtime import shared_memory
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
