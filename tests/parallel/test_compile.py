@@ -268,7 +268,7 @@ def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str
     mine = problem("uneven", ranks, torch.float32).part(world.rank, ranks)
 
     def layer(input: torch.Tensor, plan: RoutingPlan, more: torch.Tensor) -> torch.Tensor:
-        rows, _, handle = moe_dispatch(input, plan, group)
+        rows, _, handle = moe_dispatch(input, plan, group, validate=True)
         return moe_combine(torch.cat((more, rows))[2:], handle)
 
     step, counter = _compiled(layer)
@@ -310,6 +310,24 @@ def test_what_is_wrong_on_one_rank_raises_out_of_every_graph(
             reason = FAULTS[fault]
             wanted = reason if rank == ranks - 1 else f"{reason.split()[0]} (a )?rank"
             assert re.match(wanted, error) is not None, error
+
+
+def _refused_while_traced(world: World) -> None:
+    if not world.member(1):
+        return
+    mine = problem("uneven", 1, torch.float32)
+    for misfit in (torch.Tensor.double, lambda rows: rows[:, 1:], lambda rows: rows.flatten()):
+
+        def layer(input: torch.Tensor, plan: RoutingPlan, misfit: Any = misfit) -> torch.Tensor:
+            rows, _, handle = moe_dispatch(input, plan, world.group(1), validate=True)
+            return moe_combine(misfit(rows), handle)
+
+        with pytest.raises(torch._dynamo.exc.Unsupported, match='"moe_combine", "output"'):
+            _compiled(layer)[0](mine.input, mine.plan())
+
+
+def test_no_graph_is_made_of_results_that_do_not_fit(on_ranks: OnRanks) -> None:
+    on_ranks(_refused_while_traced)
 
 
 def _operators(world: World) -> None:

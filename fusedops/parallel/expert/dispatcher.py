@@ -101,8 +101,10 @@ class TokenDispatcher:
         rows = self.hops[-1].results().rows
         try:
             checks.like("moe_combine", "output", output, "the rows", rows, dtype=True)
-            if not torch.compiler.is_compiling():  # a graph does not know how many rows arrive
-                checks.shape("moe_combine", "output", output, rows.shape, "that of the rows")
+            # A graph does not know how many rows arrive.
+            num_rows = (output if torch.compiler.is_compiling() else rows).shape[:1]
+            shape = (*num_rows, rows.shape[1])
+            checks.shape("moe_combine", "output", output, shape, "that of the rows")
         except (TypeError, ValueError) as error:
             self._vote(error, rows.device)
             raise
