@@ -27,7 +27,7 @@ def run(program: str) -> str:
 def test_only_the_call_changes_the_allocator() -> None:
     out = run(
         "import fusedops\n"
-        "from fusedops._core import host\n"
+        "from fusedops.runtime import host\n"
         "print(host.maps_large_blocks())\n"
         "report = fusedops.tune_host()\n"
         "print(host.maps_large_blocks(), report.allocator_tuned)\n"
@@ -38,7 +38,7 @@ def test_only_the_call_changes_the_allocator() -> None:
 @LINUX_GLIBC
 def test_inspection_sees_the_tuning() -> None:
     out = run(
-        "from fusedops._core import host\n"
+        "from fusedops.runtime import host\n"
         "def good(): return {each.setting: each.good for each in host.inspect_host()}\n"
         "before = good()['allocator']\n"
         "host.tune_host(threads=host.physical_cores())\n"
