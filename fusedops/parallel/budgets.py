@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusedops.parallel.comm.collectives import Log
-from fusedops.parallel.expert.metadata import METADATA_BYTES
 
 
 @dataclass(frozen=True)
@@ -129,32 +128,6 @@ def all_to_all_layer(ranks: int, queries: int, keys_and_values: int) -> Budget:
     """Return the budget of attention by heads: to heads and back, in forward and backward."""
     local_bytes = (2 * queries + keys_and_values) // ranks
     return Budget({"all_to_all": 4}, 2 * local_bytes * (ranks - 1) // ranks)
-
-
-def expert_layer(
-    ranks: int,
-    leaving: int,
-    arriving: int,
-    *,
-    row: int,
-    result: int,
-    chunks: int = 1,
-    halves: int = 1,
-) -> Budget:
-    """Return the budget of sharded experts: dispatch, combine and metadata, without validation.
-
-    Args:
-        ranks: of ``ep``.
-        leaving: rows of this rank for experts of others, of which a token has at most ``top_k``.
-        arriving: rows of other ranks for the experts here.
-        row: bytes of a packed row: activation, probability, id; ``DispatchHandle.row_bytes``.
-        result: bytes of an expert's result for a row.
-        chunks: of the tokens, of each half.
-        halves: 2 with micro-batch overlap.
-    """
-    metadata_bytes = halves * METADATA_BYTES * (ranks - 1)
-    calls = {"all_to_all": halves * (1 + 4 * chunks)}
-    return Budget(calls, (leaving + arriving) * (row + result) + metadata_bytes)
 
 
 def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:

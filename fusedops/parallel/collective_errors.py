@@ -96,17 +96,14 @@ def vote(
     op: str,
     groups: Sequence[dist.ProcessGroup],
     error: Exception | None,
-    *,
-    code: ErrorCode | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Raise on every rank if one has an error; the host waits for a number of each rank.
 
     ``groups`` is one group; or those within and across nodes: the result of the first is sent in
-    the second. ``code`` is what is reported of ``error``, by default the code of its type;
-    ``device`` is one from which the backend of the groups can send.
+    the second. ``device`` is one from which the backend of the groups can send.
     """
-    number = int(code_of(error) if error is None or code is None else code)
+    number = int(code_of(error))
     senders = ["rank {} of this node", "a rank of node {}"]
     if len(groups) == 1:
         senders = ["rank {} of the group"]

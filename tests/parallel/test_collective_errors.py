@@ -10,7 +10,7 @@ import torch
 from process_pool import World
 from torch import distributed as dist
 
-from fusedops.parallel.collective_errors import ErrorCode, raise_on_all, vote
+from fusedops.parallel.collective_errors import raise_on_all, vote
 
 OnRanks = Callable[..., list[Any]]
 RANKS, WRONG = 4, 2
@@ -40,13 +40,13 @@ def test_an_error_of_one_rank_is_raised_on_all(on_ranks: OnRanks) -> None:
     assert on_ranks(_block)[:RANKS] == [("{2: 'the disk is full'}", True)] * RANKS
 
 
-def _vote(world: World, code: ErrorCode | None) -> tuple[str, bool]:
+def _vote(world: World, kind: type[Exception]) -> tuple[str, bool]:
     group = world.group(RANKS)
     if not world.member(RANKS):
         return "", True
-    own = TypeError("mine") if world.rank == WRONG else None
+    own = kind("mine") if world.rank == WRONG else None
     try:
-        vote("op", [group], own, code=code)
+        vote("op", [group], own)
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}", _works(group)
     return "no error", _works(group)
@@ -54,18 +54,18 @@ def _vote(world: World, code: ErrorCode | None) -> tuple[str, bool]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("code", "report"),
+    ("kind", "report"),
     [
-        (None, "got an argument of a wrong type"),
-        (ErrorCode.PLAN, "got a plan whose expert ids or offsets are out of range"),
+        (TypeError, "got an argument of a wrong type"),
+        (ValueError, "got arguments that do not fit each other or the group"),
     ],
 )
-def test_a_vote_names_the_rank_and_its_code(
-    on_ranks: OnRanks, code: ErrorCode | None, report: str
+def test_a_vote_names_the_rank_and_its_error(
+    on_ranks: OnRanks, kind: type[Exception], report: str
 ) -> None:
     expected = [(f"ValueError: op: rank {WRONG} of the group {report}", True)] * RANKS
-    expected[WRONG] = ("TypeError: mine", True)
-    assert on_ranks(_vote, code)[:RANKS] == expected
+    expected[WRONG] = (f"{kind.__name__}: mine", True)
+    assert on_ranks(_vote, kind)[:RANKS] == expected
 
 
 def test_without_a_group_only_the_given_kinds_are_converted() -> None:

@@ -17,6 +17,7 @@ from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets
 from fusedops.parallel.budgets import Budget
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.expert.metadata import METADATA_BYTES
 from fusedops.testing import Case, threads, token_batch
 from fusedops.testing.case_run import Subject
 from fusedops.testing.fuzzer import adamw, token_loss
@@ -93,13 +94,14 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         leaving = sum(counts) - sum(counts[mine])
         arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
         row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
-        travels: Any = {"row": row, "result": HIDDEN * BYTES, "halves": halves}
-        exchange = budgets.expert_layer(ranks, leaving, arriving, **travels)
-        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, halves=halves)
+        # Metadata, and rows and results in forward and backward.
+        metadata = halves * METADATA_BYTES * (ranks - 1)
+        words = budgets.Budget({"all_to_all": halves * 5}, metadata)
+        exchange = budgets.Budget({}, (leaving + arriving) * (row + HIDDEN * BYTES))
         tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
         assert [call.label for call in log.calls].count("router loss") == layers
         loss = budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
-        budget = exchange + words * (layers - 1) + tokens + sums + loss
+        budget = exchange + words * layers + tokens + sums + loss
         assert not budget.exceeded(log) and log.bytes() == budget.bytes, log.counts()
         assert log.counts() == dict(budget.calls)
 

@@ -2,9 +2,8 @@
 
 A pipeline runs at about the pace of its slowest rank. ``balanced`` minimizes the cost of the
 slowest stage; what that is worth depends on the schedule, above all where a rank has several
-stages, so ``shortest`` continues from there by the time of a step. What precedes the first layer
-and follows the last belongs to the first and last stage: ``first`` and ``last`` are its costs, in
-the unit of ``costs``, those of the layers.
+stages, so ``shortest`` continues from there by the time of a step. What follows the last layer
+belongs to the last stage: ``last`` is its cost, in the unit of ``costs``, those of the layers.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from fusedops.parallel.pipeline.timeline import timeline
 _TIMED = 100_000
 
 
-def balanced(
-    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
-) -> list[range]:
+def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> list[range]:
     """Return runs of layers, at least one each, whose slowest is as fast as any split's can be.
 
     Raises:
@@ -43,8 +40,7 @@ def balanced(
     sums = [0.0, *accumulate(costs)]
 
     def cost(begin: int, end: int) -> float:
-        layer_costs = sums[end] - sums[begin]
-        return layer_costs + (first if begin == 0 else 0.0) + (last if end == layers else 0.0)
+        return sums[end] - sums[begin] + (last if end == layers else 0.0)
 
     # best[end]: of the layers before `end` in so many stages: slowest stage, sum of squares, cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
@@ -71,9 +67,7 @@ def _last_run(
     return least
 
 
-def shortest(
-    costs: Sequence[float], order: ScheduleTable, *, first: float = 0.0, last: float = 0.0
-) -> list[range]:
+def shortest(costs: Sequence[float], order: ScheduleTable, *, last: float = 0.0) -> list[range]:
     """Return runs of layers with which a schedule's step is short.
 
     Raises:
@@ -97,11 +91,10 @@ def shortest(
 
     def rating(cuts: tuple[int, ...]) -> tuple[float, float]:
         stages = [sum(costs[layer] for layer in run) for run in _runs(cuts)]
-        stages[0] += first
         stages[-1] += last
         return timeline(order, stages=stages).end, max(stages)
 
-    start = balanced(costs, order.stages, first=first, last=last)
+    start = balanced(costs, order.stages, last=last)
     cuts = tuple(run.stop for run in start)
     best = rating(cuts)
     while left > 0:
