@@ -1,1 +1,1 @@
-"""What commands share: the console, progress, files that are written whole or not at all."""
+"""What commands share: console, progress, texts, pictures, files written whole or not at all."""

@@ -134,9 +134,9 @@ def _times(row: MemoryRow) -> list[str]:
 
 
 def _save_picture(reports: dict[str, MemoryReport], path: Path, _: object) -> None:
-    from fusedops.memory.measurement import plot
+    from fusedops.terminal import memory_plot
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
     title = f"{first.model}: bytes of one step, without and with recomputation"
-    files.write_text(path, plot.timeline(title, lines))
+    files.write_text(path, memory_plot.timeline(title, lines))

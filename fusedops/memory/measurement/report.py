@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.memory.measurement import plot
 from fusedops.memory.measurement.step import Loss, ModelStep, check_arguments, preserve_gradients
 from fusedops.memory.measurement.trace import (
     BACKWARD,
@@ -22,6 +21,7 @@ from fusedops.memory.measurement.trace import (
 )
 from fusedops.optim import AdamW
 from fusedops.runtime.peak import peak_bytes
+from fusedops.terminal import memory_plot
 
 _MIB = 2**20
 # Kinds of tensors: the title of the column, and a line of the summary.
@@ -97,7 +97,9 @@ class MemoryReport:
 
     def svg(self, title: str = "") -> str:
         """Return the step as a picture: bytes over time, with the layers."""
-        return plot.timeline(title or f"{self.model}: memory of one step", {"": self.timeline})
+        return memory_plot.timeline(
+            title or f"{self.model}: memory of one step", {"": self.timeline}
+        )
 
     def record(self, points: int = 400) -> dict[str, Any]:
         """Return the report for a JSON file.
