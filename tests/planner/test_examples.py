@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fusedops import checkpoint, models, planner
-from fusedops.planner import search, sizes
+from fusedops.planner import search
+from fusedops.terminal import sizes
 
 PUBLIC = [(module, name) for module in (planner, models, checkpoint) for name in module.__all__]
 
