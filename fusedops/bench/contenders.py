@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
 from fusedops._core.checks import UnsupportedError
@@ -184,24 +183,6 @@ def backends_since(before: Mapping[tuple[str, str], int], op: str | None = None)
         if op in (None, name) and count > before.get((name, backend), 0)
     }
     return "+".join(sorted(ran))
-
-
-class OperatorCalls(TorchDispatchMode):
-    """Records the calls of fusedops' operators: names, and all arguments of their schemas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an operator of fusedops, and run it."""
-        if func.namespace == "fusedops":
-            # The dispatcher leaves trailing defaults out; the checks of the backends need them.
-            rest = func._schema.arguments[len(args) :]
-            given = kwargs or {}
-            filled = [given.get(argument.name, argument.default_value) for argument in rest]
-            self.calls.append((func._schema.name.removeprefix("fusedops::"), (*args, *filled)))
-        return func(*args, **(kwargs or {}))
 
 
 def names(spec: Spec) -> list[str]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from fusedops._core import backends
-from fusedops.bench.contenders import ContenderCall, OperatorCalls, error_line
+from fusedops.bench.contenders import ContenderCall, error_line
 from fusedops.bench.results import dtype_name
 from fusedops.specs import Sample, Spec
 from fusedops.specs.comparison import difference_from_truth, fresh, run
+from fusedops.specs.recorder import RecordOps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,13 +74,14 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Sel
 def _resolution(spec: Spec, samples: list[Sample]) -> str:
     """Return which backend runs the op's first non-empty sample, and why not a better one."""
     given = next(sample for sample in samples if all(tensor.numel() for tensor in sample.leaves))
-    with OperatorCalls() as recorded:
+    with RecordOps() as recorded:
         outputs = spec.op(*given.args, **given.kwargs)
         if given.leaves:
             ContenderCall.of(spec, given).backward(outputs)
     parts = []
     for operator, args in recorded.calls:
-        name = operator.removesuffix("_backward")
+        name = operator._opname.removesuffix("_backward")
         if name in backends.op_names():
-            parts.append(str(backends.resolve(name, *args, backward=operator != name)))
+            backward = operator._opname != name
+            parts.append(str(backends.resolve(name, *args, backward=backward)))
     return "; ".join(dict.fromkeys(parts))

@@ -11,7 +11,7 @@ class RecordOps(TorchDispatchMode):
     """Inside its ``with`` block: the fusedops operators that run, backwards too.
 
     Attributes:
-        calls: operator and arguments of each, in order.
+        calls: operator and all arguments of each, in order.
     """
 
     def __init__(self) -> None:
@@ -21,5 +21,9 @@ class RecordOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operator of fusedops, and run it."""
         if func.namespace == "fusedops":
-            self.calls.append((func, args))
+            # The dispatcher leaves trailing defaults out; the checks of the backends need them.
+            rest = func._schema.arguments[len(args) :]
+            given = kwargs or {}
+            filled = [given.get(argument.name, argument.default_value) for argument in rest]
+            self.calls.append((func, (*args, *filled)))
         return func(*args, **(kwargs or {}))

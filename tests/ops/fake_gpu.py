@@ -26,6 +26,7 @@ import fusedops
 from fusedops._core import architecture, backends, extension
 from fusedops.specs import Sample
 from fusedops.specs.comparison import run
+from fusedops.specs.recorder import RecordOps
 
 GPU = torch.device("cuda", 1)
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -255,19 +256,6 @@ class _WithoutGuards(TorchFunctionMode):
         return found
 
 
-class Record(TorchDispatchMode):
-    """Keeps the calls of registered operators: ``calls`` has their names and arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fusedops":
-            self.calls.append((func._opname, args))
-        return func(*args, **(kwargs or {}))
-
-
 class _HostIsReal(TorchFunctionMode):
     """Runs what is on the host as it is, and makes fakes of what goes to a GPU.
 
@@ -294,9 +282,9 @@ def calls_of(
     function: Callable[[], Any], backend: str = "torch"
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the calls of registered operators that a function makes on the CPU."""
-    with Record() as recorded, fusedops.use_backend(backend):
+    with RecordOps() as recorded, fusedops.use_backend(backend):
         function()
-    return recorded.calls
+    return [(operator._opname, args) for operator, args in recorded.calls]
 
 
 def launch_everything(op: Callable[..., Any], sample: Sample) -> None:

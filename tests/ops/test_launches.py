@@ -13,7 +13,6 @@ import fake_gpu
 import pytest
 import torch
 
-import fusedops
 from fusedops._core import env
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import fresh
@@ -59,9 +58,10 @@ def test_gradients_that_are_added_to_buffers_are_launched(name: str, dtype: torc
     into = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     given = {"grad_weights_into": into} if name == "moe_mlp" else {"grad_weight_into": into[0]}
     before = fake_gpu.launches()
-    with fake_gpu.Record() as recorded, fusedops.use_backend("torch"):
-        all_specs()[name].op(*sample.args, **{**sample.kwargs, **given}).sum().backward()
-    fake_gpu.launch([call for call in recorded.calls if call[0] == f"{name}_add_gradients"])
+    calls = fake_gpu.calls_of(
+        lambda: all_specs()[name].op(*sample.args, **{**sample.kwargs, **given}).sum().backward()
+    )
+    fake_gpu.launch([call for call in calls if call[0] == f"{name}_add_gradients"])
     assert fake_gpu.launches() > before
 
 
