@@ -105,7 +105,7 @@ class _GraphPass(CustomGraphPass):
 
 
 _PACKAGE = Path(__file__).parents[2]
-_PARTS = ("_core", "integrations", "kernels", "nn", "ops")
+_PARTS = ("_core", "integrations", "kernels", "nn", "ops", "runtime")
 # What decides about rewrites lies in these parts of the package; the first has its version.
 _DECIDING = ("__init__.py", *(f"{name}/**/*.py" for name in _PARTS))
 
