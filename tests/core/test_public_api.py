@@ -13,7 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECORD = Path(__file__).with_name("public_api.txt")
-PACKAGES = ("fusedops", "fusedops.ops", "fusedops.nn", "fusedops.optim")
+PACKAGES = (
+    *("fusedops", "fusedops.ops", "fusedops.nn", "fusedops.optim", "fusedops.checkpoint"),
+    *("fusedops.generation", "fusedops.memory", "fusedops.models", "fusedops.parallel"),
+    *("fusedops.planner", "fusedops.profiler", "fusedops.testing", "fusedops.train"),
+)
 
 
 def public_api() -> Iterator[str]:
