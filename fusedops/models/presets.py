@@ -12,7 +12,13 @@ from fusedops.models.config import RopeScaling, TransformerConfig
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Of tiny models, whatever their family: all sizes are even, and words are bytes.
-_TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, "seq_len": 64}
+_TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "vocab_size": 256,
+    "seq_len": 64,
+}
 _TINY |= {"dropout": 0.0, "attention_dropout": 0.0}
 
 
