@@ -261,3 +261,7 @@ def assert_case(
     for i, (grad, part) in enumerate(zip(gradients(output, mine), parts, strict=True)):
         truth, alone = known.true_gradients[i][part], known.gradients[i][part]
         assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", depth)
+
+
+def expert_grads(experts: Any, output: torch.Tensor, grad: torch.Tensor) -> Any:
+    return torch.autograd.grad(output, list(experts.parameters()), grad)
