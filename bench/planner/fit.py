@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"reserved = {reserved}, the median of the rows with mem_gib")
         source = f"fitted on {len(fitted)} steps of {', '.join(options.files)}"
         files.write_text(options.out, device_toml(device, asdict(usual), source))
-        print(f"wrote {options.out}: use it with fusedops plan --device {options.out}")
+        print(f"wrote {options.out}: use it with fusedops plan time --device {options.out}")
 
 
 def _read(text: str, gpus: str, device: Device) -> list[_Row]:

@@ -78,7 +78,7 @@ class MeasuredDevice:
     """A device, and how far its predictions are from the steps that it was fitted on.
 
     Attributes:
-        device: for ``fusedops plan --device``.
+        device: for ``fusedops plan time --device``.
         steps: that were measured.
         errors: of the predicted seconds, as shares.
     """

@@ -53,8 +53,8 @@ def _options(
 
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(plan.app, name="plan")
 app.command()(doctor.doctor)
-app.command()(plan.plan)
 app.command()(train.train)
 app.command()(profile.profile)
 app.command()(report.report)

@@ -23,7 +23,8 @@ def report(
     run: Annotated[str, typer.Argument(help="Folder of a run of fusedops train.")],
     out: Annotated[str, typer.Option(help="File to write; default: report.html in the run.")] = "",
     plan: Annotated[
-        str, typer.Option(help="A JSON file of fusedops plan --device: predicted and measured.")
+        str,
+        typer.Option(help="A JSON file of fusedops plan time --device: predicted and measured."),
     ] = "",
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the page while the run continues, until Ctrl-C.")
@@ -43,7 +44,9 @@ def report(
     with files.one_line_errors():
         record = files.read_json(Path(plan)) if plan else None
         if plan and not _is_plan(record):
-            raise files.UserError(f"{plan} is no plan: fusedops plan --device --json writes one")
+            raise files.UserError(
+                f"{plan} is no plan: fusedops plan time --device --json writes one"
+            )
         if not Path(run).is_dir():
             raise files.UserError(
                 f"{run} is no folder of a run: fusedops train writes one at `out`"

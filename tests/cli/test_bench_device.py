@@ -30,7 +30,7 @@ def test_the_command_writes_a_device_that_predicts_its_own_steps(
     assert own.peak["float32"] > 1e9 and own.memory.bandwidth > 1e8
     steps = 23 if len(os.sched_getaffinity(0)) > 1 else 16
     assert f"fitted on {steps} steps" in own.sources["efficiency"]
-    assert "fusedops plan --device" in capsys.readouterr().out
+    assert "fusedops plan time --device" in capsys.readouterr().out
 
 
 @pytest.mark.ci

@@ -20,7 +20,7 @@ from fusedops.bench import models_report, table
 from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
 from fusedops.bench.results import BenchRecord, BenchRow
-from fusedops.cli import plan as plan_command
+from fusedops.cli.plan import memory as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan
 from fusedops.terminal.console import console, print_table

@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fusedops.cli.main import app
-from fusedops.planner import PRESETS, Layout, estimate, preset
+from fusedops.planner import PRESETS, Layout, estimate, load_device, preset
+
+H100 = load_device("h100")
 
 
 def invoke(*args: str) -> Any:
@@ -79,21 +81,13 @@ def test_a_choice_that_is_given_twice_is_tried_once() -> None:
     ]
 
 
-def test_small_models_are_measured_beside_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    from fusedops.cli import plan_measure
-
-    small = [
-        ("gpt2", (64, 2, 2, 32, 256), kernels, "float32", "none") for kernels in ("stock", "fused")
-    ]
-    monkeypatch.setattr(plan_measure, "cases", lambda: iter(small))
-    done = invoke("--measure")
-    assert done.exit_code == 0, done.output
-    rows = [line for line in done.output.splitlines() if line.startswith("| gpt2 | 64 x 2, 2 x 32")]
-    assert len(rows) == 2
-    for row in rows:
-        measured, error = row.split("|")[6].strip(), row.split("|")[7].strip()
-        assert float(measured) > 1 and abs(float(error.rstrip("%"))) < 10
+def test_memory_is_a_size_or_that_of_a_known_device() -> None:
+    options = ("--model", "gpt2", "--devices", "1", "--offload", "none", "--json", "-")
+    for name, memory in (("h100", H100.memory.usable), ("", 80 * 2**30)):
+        record = json.loads(invoke(*options, *(("--device", name) if name else ())).output)
+        assert record["memory"] == memory
+    both = invoke(*options, "--device", "h100", "--memory", "1GiB")
+    assert json.loads(both.output)["memory"] == 2**30
 
 
 def test_where_nothing_fits_it_says_what_to_do_and_exits_with_1() -> None:
@@ -103,7 +97,7 @@ def test_where_nothing_fits_it_says_what_to_do_and_exits_with_1() -> None:
 
 
 def test_the_models_are_listed() -> None:
-    done = invoke("--model", "list")
+    done = invoke("models")
     assert done.exit_code == 0
     assert all(name in done.output for name in PRESETS)
 
@@ -111,7 +105,7 @@ def test_the_models_are_listed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "--model is missing: a name (--model list) or a config.json"),
+        ((), "--model is missing: a name (fusedops plan models) or a config.json"),
         (("--model", "/no/config.json"), "cannot read /no/config.json: No such file"),
         (("--model", "pangu13b"), "unknown model 'pangu13b': did you mean pangu-13b?"),
         (("--model", "gpt2", "--memory", "lots"), "'lots' is not a size"),

@@ -25,14 +25,26 @@ for line in json.loads(sys.argv[1]):
 loaded = sorted({"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules))
 print(json.dumps([codes, loaded]))
 """
+PLANS = ("memory", "time", "image", "models")
 COMMANDS = ("doctor", "plan", "train", "profile", "report", "generate", "demo", "bench")
 BENCHES = ("run", "models", "memory", "arena", "communication", "device", "scaling", "generate")
 HELP = [
     "--help",
     *(f"{name} --help" for name in COMMANDS),
+    *(f"plan {name} --help" for name in PLANS),
     *(f"bench {name} --help" for name in (*BENCHES, "compare")),
 ]
-MISTAKES = ["nope", "--nope", "plan", "plan --nope", "plan --devices x", "train", "profile"]
+MISTAKES = [
+    "nope",
+    "--nope",
+    "plan",
+    "plan --nope",
+    "plan --devices x",
+    "plan time",
+    "plan image",
+    "train",
+    "profile",
+]
 MISTAKES += ["report", "train a.toml --processes 0", "bench models --layers 0", "demo --nope"]
 
 
@@ -113,6 +125,7 @@ LINE = re.compile(r"(?<![\w.])fusedops ((?:\\\n|[^`\n\"'|;&#)])*)")
 def test_options_in_texts_exist() -> None:
     import typer
 
+    from fusedops.cli.default_group import DefaultGroup
     from fusedops.cli.main import app
 
     root = Path(__file__).resolve().parents[2]
@@ -132,7 +145,8 @@ def test_options_in_texts_exist() -> None:
                 command = command.commands[words.pop(0)]
             if command.name in (None, "fusedops", "demo"):  # demo has options of its script
                 continue
-            command = getattr(command, "commands", {}).get("run", command)
+            if isinstance(command, DefaultGroup):
+                command = command.commands[command.default]
             known = {"--help", *(option for known in command.params for option in known.opts)}
             options = [word.split("=")[0].rstrip(".,:") for word in words if word[:2] == "--"]
             seen += len(options)

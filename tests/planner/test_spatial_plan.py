@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
-from fusedops.cli.image_models import image_model
 from fusedops.cli.main import app
+from fusedops.cli.plan.image_models import image_model
 from fusedops.parallel import spatial
 from fusedops.parallel.comm import collectives
 from fusedops.planner import load_device, spatial_plan
@@ -169,11 +169,11 @@ def test_bad_sizes_are_one_sentence(shape: Any, cut: Any, words: str) -> None:
 
 
 def invoke(*args: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *args])
+    return CliRunner().invoke(app, ["plan", "image", *args])
 
 
 def test_command_line() -> None:
-    given = ("--model", "unet", "--image", "1x3x256x200", "--devices", "2", "--device", "h100")
+    given = ("--model", "unet", "--shape", "1x3x256x200", "--devices", "2", "--device", "h100")
     shown = invoke(*given)
     assert shown.exit_code == 0 and "2 of 2 cuts fit" in shown.output
     record = json.loads(invoke(*given, "--json", "-").output)
@@ -190,17 +190,17 @@ def test_command_line() -> None:
         ({"--model": "torch.nn:Nothing"}, "cannot be made"),
         ({"--model": "torch.nn:Conv2d"}, "cannot be made"),
         ({"--model": "builtins:dict"}, "nn.Module"),
-        ({"--image": "1x3x64"}, ""),
-        ({"--image": "64x64"}, "--image must be"),
-        ({"--image": "1x3x0x8"}, "without rows"),
-        ({"--device": ""}, "needs --device"),
+        ({"--shape": "1x3x64"}, ""),
+        ({"--shape": "64x64"}, "--shape must be"),
+        ({"--shape": "1x3x0x8"}, "without rows"),
+        ({"--device": ""}, "--device is missing"),
         ({"--devices": "65536"}, "no cut gives"),
         ({"--precision": "mixed"}, "float32 and half"),
-        ({"--tp": "2"}, "--tp is for models of text"),
+        ({"--tp": "2"}, "No such option"),
     ],
 )
 def test_bad_options_are_one_sentence(change: dict[str, str], words: str) -> None:
-    options = {"--model": "unet", "--image": "1x3x64x64", "--devices": "2", "--device": "h100"}
+    options = {"--model": "unet", "--shape": "1x3x64x64", "--devices": "2", "--device": "h100"}
     done = invoke(*(word for pair in (options | change).items() for word in pair))
     assert done.exit_code == (2 if words else 0), done.output
     assert words in " ".join(done.output.split())

@@ -294,7 +294,17 @@ def test_offloading_and_recomputation_only_add_time() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    arguments = ["plan", "--model", "llama3-8b", "--devices", "8", "--device", "h100", *options]
+    arguments = [
+        "plan",
+        "time",
+        "--model",
+        "llama3-8b",
+        "--devices",
+        "8",
+        "--device",
+        "h100",
+        *options,
+    ]
     app(arguments, standalone_mode=False)
     return " ".join(capsys.readouterr().out.split())
 
@@ -351,7 +361,7 @@ def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--device", "h100", "--diff", "1,99"], "--diff must be two rows"),
         (["--device", "h101"], "did you mean h100"),
-        (["--explain"], "need --device"),
+        ([], "--device is missing"),
         (["--device", "h100", "--memory", "80"], "its unit is missing"),
     ],
 )
@@ -359,5 +369,5 @@ def test_a_wrong_call_is_one_sentence(
     options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        app(["plan", "--model", "gpt2", "--devices", "2", *options], standalone_mode=False)
+        app(["plan", "time", "--model", "gpt2", "--devices", "2", *options], standalone_mode=False)
     assert sentence in " ".join(capsys.readouterr().err.split())

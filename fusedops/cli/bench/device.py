@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device(
-    out: Annotated[Path, typer.Option(help="The TOML file, for fusedops plan --device.")],
+    out: Annotated[Path, typer.Option(help="The TOML file, for fusedops plan time --device.")],
     device: options.Device = "cpu",
     threads: options.Threads = 1,
     dtype: options.Dtypes = "float32,bfloat16",
@@ -62,7 +62,7 @@ def device(
         source = f"fitted on {len(measured.steps)} steps of small models on this machine"
         files.write_text(out, device_toml(own, asdict(own.efficiency), source))
         _show(measured)
-        print(f"wrote {out}: fusedops plan --device {out}")
+        print(f"wrote {out}: fusedops plan time --device {out}")
 
 
 def _show(measured: MeasuredDevice) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from fusedops.cli.bench import (
     options,
     scaling,
 )
+from fusedops.cli.default_group import DefaultGroup
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -31,19 +32,12 @@ if TYPE_CHECKING:
     from fusedops.specs import BenchCase, Spec
 
 
-class _DefaultGroup(typer.core.TyperGroup):
-    """A group whose subcommand may be left out: ``bench gelu`` means ``bench run gelu``."""
-
+class _Group(DefaultGroup):
     default = "run"
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in self.commands:
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
-    cls=_DefaultGroup,
+    cls=_Group,
     add_completion=False,
     help="Measure ops and whole models, compare two measurements.",
 )

@@ -1,4 +1,4 @@
-"""``fusedops plan --image``: cuts of a convolutional model over devices, sorted by seconds."""
+"""``fusedops plan image``: cuts of a convolutional model over devices, sorted by seconds."""
 
 from __future__ import annotations
 
@@ -6,93 +6,75 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli.plan import arguments
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.planner import Device, SpatialPlan
 
-OPTIONS = ("model", "image", "devices", "device", "memory", "precision", "rows", "json_file")
 PRECISIONS = {"float32": "float32", "half": "bfloat16"}
 
 
-def run(
-    ctx: typer.Context,
-    *,
-    model: str,
-    image: str,
-    devices: int,
-    device: str,
-    memory: int | None,
-    precision: str,
-    rows: int,
-    json_file: str,
-) -> bool:
-    """Print the cuts of an image over the devices; returns whether one fits.
+def image(
+    model: Annotated[str, typer.Option(help="unet, or package:function of a module.")] = "unet",
+    shape: Annotated[
+        str, typer.Option(help="Of the input: batch, channels and extents, as 1x4x30000x30000.")
+    ] = "",
+    devices: arguments.Devices = 8,
+    device: arguments.Device = "",
+    memory: arguments.DeviceMemory = "",
+    precision: Annotated[str, typer.Option(help="float32 or half.")] = "float32",
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
+    json_file: arguments.JsonFile = "",
+) -> None:
+    """Print the cuts of a convolutional model's input over the devices, fastest first.
 
-    Args:
-        ctx: of the command, for the options that an image does not have.
-        model: ``unet``, or the importable ``package:function`` of a module.
-        image: the shape of the input, ``1x4x30000x30000``.
-        devices: their number.
-        device: a known one, or a TOML file.
-        memory: bytes of each device; by default what ``device`` has for tensors.
-        precision: of ``PRECISIONS``.
-        rows: of the table.
-        json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
+    The command exits with 1 if no cut fits. The bytes and times are explained in docs/spatial.md.
     """
     from fusedops.cli.device_file import load
 
-    _check_options(ctx)
-    if not device:
-        raise files.UserError("--image needs --device: h100, a100-80 or a TOML file")
-    shape, where = _shape(image), load(device)
-    capacity = memory or where.memory.usable
-    plans, refused = _plans(model, shape, devices, where, precision)
-    plans.sort(key=lambda plan: (plan.memory > capacity, plan.seconds))
-    fits = sum(plan.memory <= capacity for plan in plans)
-    record = {
-        "model": model,
-        "image": shape,
-        "devices": devices,
-        "memory": capacity,
-        "fitting": fits,
-        "refused": refused,
-        "cuts": [_record(plan, capacity) for plan in plans],
-    }
-    if json_file == "-":
-        print(json.dumps(record, indent=1))
-        return fits > 0
-    _show(model, shape, where, capacity, plans, refused, rows)
-    if json_file:
-        files.write_json(Path(json_file), record)
-        _print(f"wrote {json_file}")
-    return fits > 0
-
-
-def _check_options(ctx: typer.Context) -> None:
-    """Refuse options of transformers' layouts."""
-    for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(parameter.name or "")
-        if parameter.name not in OPTIONS and source is not None and source.name == "COMMANDLINE":
-            raise files.UserError(
-                f"{parameter.opts[0]} is for models of text; --image takes --model, --devices, "
-                "--device, --memory, --precision, --rows and --json"
-            )
+    with files.one_line_errors():
+        arguments.check_files(json_file)
+        if not device:
+            raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
+        sizes, where = _shape(shape), load(device)
+        capacity = arguments.device_memory(device, memory)
+        plans, refused = _plans(model, sizes, devices, where, precision)
+        plans.sort(key=lambda plan: (plan.memory > capacity, plan.seconds))
+        fits = sum(plan.memory <= capacity for plan in plans)
+        record = {
+            "model": model,
+            "image": sizes,
+            "devices": devices,
+            "memory": capacity,
+            "fitting": fits,
+            "refused": refused,
+            "cuts": [_record(plan, capacity) for plan in plans],
+        }
+        if json_file == "-":
+            print(json.dumps(record, indent=1))
+        else:
+            _show(model, sizes, where, capacity, plans, refused, rows)
+            if json_file:
+                files.write_json(Path(json_file), record)
+                _print(f"wrote {json_file}")
+    if not fits:
+        raise typer.Exit(1)
 
 
 def _shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){2,4}", text):
         raise files.UserError(
-            f"--image must be batch, channels and one to three extents, as 1x4x30000x30000; "
+            f"--shape must be batch, channels and one to three extents, as 1x4x30000x30000; "
             f"got {text!r}"
         )
     shape = tuple(map(int, text.split("x")))
     if 0 in shape:
-        raise files.UserError(f"--image {text} has a dim without rows")
+        raise files.UserError(f"--shape {text} has a dim without rows")
     return shape
 
 
@@ -103,7 +85,7 @@ def _plans(
     import torch
 
     from fusedops import UnsupportedError
-    from fusedops.cli.image_models import image_model
+    from fusedops.cli.plan.image_models import image_model
     from fusedops.planner import spatial_plan
     from fusedops.planner.spatial import cuts_of
 

@@ -1,4 +1,6 @@
-"""``fusedops plan --measure``: peaks of small models trained here, next to the estimates.
+"""Peaks of small models that are trained here, next to the estimates: docs/estimates.md's table.
+
+    python bench/planner/measured_peaks.py      # two minutes
 
 Measured is a whole step of training: forward, loss, backward and a fused AdamW, of models that
 transformers builds from configurations, as they come and after ``fusedops.patch``. The allocator
@@ -228,3 +230,33 @@ def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) 
         changes["num_local_experts"] = 4
         changes["head_dim"] = None  # its configuration's default: the width by the heads
     return model_zoo.FAMILIES[family].draw(model_zoo.ModelSize(hidden, layers), **changes)
+
+
+def main() -> None:
+    """Measure the cases, and print the table."""
+    from fusedops.terminal.progress import steps
+
+    work = list(cases())
+    rows = []
+    with steps(len(work)) as progress:
+        for case in work:
+            progress.describe(" ".join(str(word) for word in case))
+            rows.append(measure(*case))
+            progress.advance()
+    print(
+        "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
+        "| estimate | without weights and states |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        hidden, layers, batch, seq_len, vocabulary = row.size
+        print(
+            f"| {row.family} | {hidden} x {layers}, {batch} x {seq_len}, {vocabulary} "
+            f"| {row.dtype} | {row.recompute} | {row.kernels} | {row.peak / 2**20:.1f} "
+            f"| {row.error:+.1%} | {row.error_of_temporary:+.1%} |"
+        )
+    print(f"\nThe largest difference of a peak is {max(abs(row.error) for row in rows):.1%}.")
+
+
+if __name__ == "__main__":
+    main()

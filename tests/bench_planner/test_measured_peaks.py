@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import measured_peaks
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from measured_peaks import FAMILIES, PRECISIONS, MeasuredStep, build, measure
+
 from fusedops import models
-from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
 from fusedops.models import TransformerConfig
 from fusedops.planner import Layout, estimate, saved_tensors
 from fusedops.planner.memory import layer_bytes
@@ -181,3 +183,18 @@ def test_a_file_that_is_no_configuration_is_told(tmp_path: Path) -> None:
         sizes_of(path)
     with pytest.raises(TypeError, match="config must be a configuration of transformers"):
         sizes_of(3)
+
+
+def test_the_script_prints_measured_peaks_beside_the_estimates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (64, 2, 2, 32, 256)
+    small = [("gpt2", sizes, kernels, "float32", "none") for kernels in ("stock", "fused")]
+    monkeypatch.setattr(measured_peaks, "cases", lambda: iter(small))
+    measured_peaks.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("| gpt2 | 64 x 2, 2 x 32")]
+    assert len(rows) == 2
+    for row in rows:
+        measured, error = row.split("|")[6].strip(), row.split("|")[7].strip()
+        assert float(measured) > 1 and abs(float(error.rstrip("%"))) < 10

@@ -1,13 +1,16 @@
-"""``fusedops plan --device``: the fastest layouts that fit, where their time goes, and curves."""
+"""``fusedops plan time``: the fastest layouts that fit, where their time goes, and curves."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fusedops.cli.plan_picture import KINDS, picture
+import typer
+
+from fusedops.cli.plan import arguments
+from fusedops.cli.plan.picture import KINDS, picture
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ class PlanRequest:
     devices: int
     device: str
     global_batch: int
-    memory: int | None
+    memory: int
     base: Layout
     choices: dict[str, Any]
     rows: int
@@ -56,35 +59,98 @@ class PlanRequest:
             raise files.UserError(str(error)) from None
 
 
-def run(
+def step_time(
+    model: arguments.Model = "",
+    devices: arguments.Devices = 8,
+    device: arguments.Device = "",
+    memory: arguments.DeviceMemory = "",
+    global_batch: Annotated[
+        int, typer.Option(min=0, help="Sequences of a step; 0: 8 per device.")
+    ] = 0,
+    micro_batch: Annotated[
+        int,
+        typer.Option(min=0, help="Sequences of a micro-batch on a data-parallel rank; 0: any."),
+    ] = 0,
+    seq_len: arguments.SequenceLength = 0,
+    precision: arguments.Precision = "mixed",
+    kernels: arguments.Kernels = "fused",
+    tp: arguments.TensorParallel = "",
+    pp: arguments.Pipeline = "",
+    ep: arguments.Experts = "",
+    cp: Annotated[int, typer.Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
+    schedule: arguments.Schedule = arguments.SCHEDULES,
+    virtual: arguments.Virtual = 0,
+    zero: arguments.Zero = "0,1,2,3",
+    recompute: arguments.Recompute = arguments.RECOMPUTE,
+    offload: arguments.Offload = arguments.OFFLOAD,
+    chunked_loss: arguments.ChunkedLoss = False,
+    expert_imbalance: arguments.ExpertImbalance = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print time and bytes of the first row.")
+    ] = False,
+    diff: Annotated[str, typer.Option(help="Compare two rows of the table, as 1,2.")] = "",
+    tokens: Annotated[float, typer.Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Also plan fewer and more devices.")
+    ] = False,
+    svg_file: Annotated[str, typer.Option("--svg", help="Draw time and memory of the rows.")] = "",
+    json_file: arguments.JsonFile = "",
+) -> None:
+    """Print the fastest layouts that fit on a known device, and where their time goes.
+
+    The command exits with 1 if nothing fits. The formulas, and how far measured steps are from
+    them, are in docs/estimates.md and docs/planning.md.
+    """
+    with files.one_line_errors():
+        arguments.check_files(json_file, svg_file)
+        if not device:
+            raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
+        sizes = arguments.model_sizes(model)
+        choices = arguments.choices(tp, pp, ep, zero, recompute, offload, schedule)
+        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", virtual)):
+            choices[name] = (size,) if size else ()
+        request = PlanRequest(
+            name=model,
+            model=sizes,
+            devices=devices,
+            device=device,
+            global_batch=global_batch or 8 * devices,
+            memory=arguments.device_memory(device, memory),
+            base=arguments.base_layout(
+                seq_len=seq_len or None,
+                precision=precision,
+                kernels=kernels,
+                chunked_loss=chunked_loss,
+                expert_imbalance=expert_imbalance,
+            ),
+            choices={name: values for name, values in choices.items() if values},
+            rows=rows,
+        )
+        plan = request.plan()
+        record = _record(request, plan)
+        if json_file == "-":
+            print(json.dumps(record, indent=1))
+        else:
+            _show(request, plan, explain=explain, diff=diff, tokens=tokens, scaling=scaling)
+            _write(plan, record, json_file, svg_file)
+    if not plan.rows:
+        raise typer.Exit(1)
+
+
+def _show(
     request: PlanRequest,
+    plan: TimedRanking,
     *,
     explain: bool,
     diff: str,
     tokens: float,
     scaling: bool,
-    json_file: str,
-    svg_file: str,
-) -> bool:
-    """Print the fastest layouts, and what else was asked for; returns whether one fits.
-
-    Args:
-        request: what is planned.
-        explain: whether to print the parts of the first row.
-        diff: the numbers of two rows to compare, or empty.
-        tokens: of a training, for days and device-hours; 0: none.
-        scaling: whether to plan for fewer and for more devices.
-        json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
-        svg_file: a file that gets a picture; empty: none.
-    """
+) -> None:
+    """Print the table, and what else was asked for."""
     from fusedops.planner import show_bytes, show_count
     from fusedops.terminal.console import console, print_table
 
-    plan = request.plan()
-    record = _record(request, plan)
-    if json_file == "-":
-        print(json.dumps(record, indent=1))
-        return bool(plan.rows)
     out = console()
     out.print(
         f"[bold]{request.name}[/]: {show_count(request.model.parameters().total)} parameters, "
@@ -103,13 +169,18 @@ def run(
         _budget(plan.rows[0], request.devices, tokens, out)
     if scaling:
         _scaling(request, out)
+
+
+def _write(plan: TimedRanking, record: dict[str, Any], json_file: str, svg_file: str) -> None:
+    from fusedops.terminal.console import console
+
+    out = console()
     if json_file:
         files.write_json(Path(json_file), record)
         out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
     if svg_file and plan.rows:
         files.write_text(svg_file, picture(plan, [_named(row) for row in plan.rows]))
         out.print(f"wrote {svg_file}", highlight=False, soft_wrap=True)
-    return bool(plan.rows)
 
 
 def _diff(plan: TimedRanking, text: str, out: Console) -> None:

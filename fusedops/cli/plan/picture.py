@@ -1,4 +1,4 @@
-"""The picture of ``fusedops plan --svg``: time and memory of the first layouts, part by part.
+"""The picture of ``fusedops plan time --svg``: time and memory of the first layouts, part by part.
 
 Below them stand the steps of the first layout's pipeline, if it has one.
 """

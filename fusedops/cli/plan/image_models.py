@@ -1,4 +1,4 @@
-"""Models of images that ``fusedops plan --image`` cuts: a U-Net, and any importable function."""
+"""Models of images that ``fusedops plan image`` cuts: a U-Net, and any importable function."""
 
 from __future__ import annotations
 
