@@ -27,7 +27,6 @@ OPTIONAL = (
     "click",
     "expecttest",
     "hypothesis",
-    "matplotlib",
     "psutil",
     "rich",
     "tokenizers",

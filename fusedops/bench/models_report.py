@@ -1,19 +1,16 @@
-"""A record of whole models as a table, as a picture, and as a verdict."""
+"""A record of whole models as a table and as a verdict."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusedops.bench import svg
 from fusedops.bench.contenders import COMPILE, EAGER
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED, show_limits, warnings
-from fusedops.terminal import files
 from fusedops.terminal.console import number_columns, print_table
 
 
@@ -31,7 +28,7 @@ def show(record: BenchRecord, out: Console) -> None:
         header_style="bold",
     )
     before = ""
-    for case in _cases(record.rows):
+    for case in record.cases():
         first = next(iter(case.values()))
         if before not in ("", first.op):
             table.add_section()
@@ -46,26 +43,6 @@ def show(record: BenchRecord, out: Console) -> None:
     for note in (*record.notes, *warnings(record)):
         wrong = note.startswith("WRONG")
         out.print(Text(f"note: {note}", style="red" if wrong else "yellow"))
-
-
-def chart(record: BenchRecord) -> str:
-    """Return an SVG with a bar per row of ours: times faster than eager."""
-    lines = [
-        svg.Bar(
-            f"{ours.op} {ours.direction} {ours.case.split(', ')[-1]} {ours.dtype}",
-            ours.speedup if ours.trusted else None,
-            case[COMPILE].speedup if COMPILE in case and case[COMPILE].trusted else None,
-        )
-        for case in _cases(record.rows)
-        if (ours := case.get("fusedops")) is not None
-    ]
-    where = record.machine["slug"]
-    return svg.bars(f"Whole models: times faster than eager ({where})", lines)
-
-
-def save_chart(path: str | os.PathLike[str], record: BenchRecord) -> None:
-    """Write the SVG of ``chart``, all or nothing."""
-    files.write_text(path, chart(record))
 
 
 def verdict(
@@ -84,14 +61,6 @@ def _line(row: BenchRow) -> str:
         f"{' '.join(row.key[:-1])}: {row.lead:.2f}x of {row.rival} "
         f"(middle half {row.lead_q1:.2f}-{row.lead_q3:.2f})"
     )
-
-
-def _cases(rows: Sequence[BenchRow]) -> list[dict[str, BenchRow]]:
-    """Return the rows of one model, size, mode and dtype together, by contender."""
-    cases: dict[tuple[str, ...], dict[str, BenchRow]] = {}
-    for row in rows:
-        cases.setdefault(row.key[:-1], {})[row.variant] = row
-    return list(cases.values())
 
 
 def _figures(case: dict[str, BenchRow]) -> list[str | Text]:

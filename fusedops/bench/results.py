@@ -94,6 +94,13 @@ class BenchRecord:
             rows.setdefault((row.op, row.dtype), []).append(row)
         return {key: replace(self, rows=tuple(part)) for key, part in rows.items()}
 
+    def cases(self) -> list[dict[str, BenchRow]]:
+        """Return the rows of each op, size, direction and dtype, by contender."""
+        cases: dict[tuple[str, ...], dict[str, BenchRow]] = {}
+        for row in self.rows:
+            cases.setdefault(row.key[:-1], {})[row.variant] = row
+        return list(cases.values())
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as rows have it: ``"float32"``."""

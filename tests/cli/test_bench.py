@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def bench(*args: str) -> Any:
 
 
 def test_files_hold_the_same_rows(known: None, tmp_path: Path) -> None:
-    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
+    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "svg")}
     options = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
     done = bench("exponential", "--dtype", "float32", "--results", str(tmp_path), *options)
     assert done.exit_code == 0, done.output
@@ -99,7 +100,9 @@ def test_files_hold_the_same_rows(known: None, tmp_path: Path) -> None:
     assert [tuple(line[k] for k in ("direction", "variant")) for line in table] == [
         (row.direction, row.variant) for row in record.rows
     ]
-    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    picture = ElementTree.parse(paths["svg"]).getroot()
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "exponential both 64x128 float32" in texts
     saved = tmp_path / record.machine["slug"] / "exponential-float32.csv"
     assert saved.read_text() == paths["csv"].read_text()
     assert "exponential" in done.output and "allocator system" in done.output

@@ -189,7 +189,7 @@ def test_files_hold_the_rows_and_compare_reads_them(known: None, tmp_path: Path)
     assert [line["direction"] for line in table] == [row.direction for row in record.rows]
     picture = ElementTree.parse(paths["svg"]).getroot()
     texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "gpt2 decoding 1x16+3 float32" in texts and "eager" in texts
+    assert "gpt2 decoding 32x2, 1x16+3 float32" in texts and "eager" in texts
     folder = tmp_path / record.machine["slug"]
     assert sorted(path.name for path in folder.iterdir()) == [
         "models-bert-float32.json",

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusedops.bench import models_report, table
+from fusedops.bench import chart, models_report, table
 from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
 from fusedops.bench.results import BenchRecord, BenchRow
@@ -112,7 +112,7 @@ def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
     out = terminal(200)
     models_report.show(record, out)
     assert "6458" not in printed(out) and "disturbed" in printed(out)
-    picture = models_report.chart(record)
+    picture = chart.draw(record)
     assert "6458" not in picture and ">disturbed<" in picture
 
 

@@ -83,7 +83,7 @@ def models(
     ] = None,
     json_file: options.JsonRecord = None,
     csv_file: options.CsvRows = None,
-    svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")] = None,
+    svg_file: options.SvgFile = None,
     results: Annotated[
         Path | None, typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json.")
     ] = None,
@@ -100,7 +100,7 @@ def models(
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
         if compiled is None:
             compiled = conditions.device.type != "cpu"
-        from fusedops.bench import models_report
+        from fusedops.bench import chart, models_report
         from fusedops.bench.results import save_model_results
         from fusedops.cli.bench.recorder import BenchRecorder, deliver
 
@@ -115,7 +115,7 @@ def models(
         complete = recorder.run(jobs)
         recorder.notes += [f"WRONG: {error}" for error in wrong]
         record = recorder.record()
-        written = (svg_file, models_report.save_chart), (results, save_model_results)
+        written = (svg_file, chart.save), (results, save_model_results)
         deliver(record, models_report.show, json_file, csv_file, *written)
     failed = _judge(record, fail_if_slower)
     if not complete:

@@ -95,7 +95,7 @@ def run(
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRecord = None,
     csv_file: options.CsvRows = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
+    svg_file: options.SvgFile = None,
     results: Annotated[
         Path | None,
         typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
@@ -111,11 +111,7 @@ def run(
         files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        options.check_outputs((json_file, csv_file, png_file), results)
-        if png_file is not None:
-            from fusedops.bench import chart
-
-            chart.check_installed()
+        options.check_outputs((json_file, csv_file, svg_file), results)
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
@@ -132,7 +128,7 @@ def run(
         recorder = BenchRecorder(conditions, conditions.timing(), compiled=compiled)
         jobs = _jobs(recorder, plan, only, all_backends=all_backends, json_file=json_file)
         complete = recorder.run(jobs)
-        written = (results, save_results), (png_file, chart.save)
+        written = (results, save_results), (svg_file, chart.save)
         deliver(recorder.record(), table.show, json_file, csv_file, *written)
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command

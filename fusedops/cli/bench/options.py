@@ -53,6 +53,7 @@ Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
 Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
 JsonRecord = Annotated[Path | None, typer.Option("--json", help="Write the record.")]
 JsonRows = Annotated[Path | None, typer.Option("--json", help="Write the rows.")]
+SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")]
 CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows.")]
 
 
