@@ -25,7 +25,9 @@ CompleteRule = Callable[..., Sequence[Sharding]]
 REPLICATE = "replicate"
 PARTIAL = "partial"
 
-_WAITING: list[tuple[Any, CompleteRule]] = []
+# By overload. ``_WAITING`` has those that DTensor does not know yet.
+RULES: dict[Any, CompleteRule] = {}
+_WAITING: list[Any] = []
 
 
 def meta(tensor: Any) -> Any:
@@ -46,7 +48,8 @@ def of_gradient(placement: Placement, sharded: bool) -> Placement:
 
 def register(op: Any, rule: CompleteRule) -> None:
     """Register ``rule`` for the overload ``op`` with DTensor, now or when DTensor is imported."""
-    _WAITING.append((op, rule))
+    RULES[op] = rule
+    _WAITING.append(op)
     imports.after("torch.distributed.tensor", flush)
 
 
@@ -57,8 +60,8 @@ def flush() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     while _WAITING:
-        op, rule = _WAITING.pop()
-        register_sharding(op)(_translated(rule))
+        op = _WAITING.pop()
+        register_sharding(op)(_translated(RULES[op]))
 
 
 def _translated(rule: CompleteRule) -> Callable[..., Any]:
