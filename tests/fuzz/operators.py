@@ -1,7 +1,8 @@
 """Calls of ``torch.ops.fusedops.*``, forward and backward, that nothing has checked before.
 
 Calls that are right are recorded from the specs' samples; one to three arguments of one are then
-changed. Any exception is a right answer, and so is a result; the process must live.
+changed. The process must live. Any exception is a right answer. A result is one only if the
+reference in torch takes the call as well: otherwise the contract permits too much.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+import fusedops
 from fusedops.specs import all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import fresh, run
 from fusedops.specs.recorder import RecordOps
 
 from . import mutate, snippet
+from .engine import WrongResultError
 
 # Larger calls say no more about bounds, and slow the others down.
 MOST_ELEMENTS = 12_000
@@ -73,19 +76,50 @@ class Operators:
     def run(self, rng: random.Random) -> str:
         """Make a call and run it."""
         func, made = self._make(rng)
+        copied = _own(func, made)
         try:
             with torch.no_grad():
-                func(*made)
+                result = func(*made)
         except Exception as error:
             if "out of memory" in str(error) or "can't allocate memory" in str(error):
                 return "OutOfMemoryError"
             return type(error).__name__
+        _compare(func, result, copied)
         return "returned"
 
     def describe(self, rng: random.Random) -> tuple[str, str]:
         """Return the operator and code that calls it."""
         func, made = self._make(rng)
         return func._opname, snippet.call(f"torch.ops.fusedops.{func._opname}", made)
+
+
+def _compare(func: Any, result: Any, args: Sequence[Any]) -> None:
+    """Raise if the reference refuses the sizes or dtypes of a call that returned, or differs.
+
+    Only of forward operators without indices: a backward may be given saved results that belong to
+    other inputs, and changed indices or lengths leave rows undefined.
+    """
+    if not any(tensor.numel() for tensor in tensors_in(result)[:1]):
+        return
+    tensors, numbers = tensors_in(args), [arg for arg in args if isinstance(arg, float)]
+    if func._opname.endswith("_backward") or not all(
+        tensor.is_cpu and tensor.is_floating_point() and bool((tensor.abs() < 1e3).all())
+        for tensor in (*tensors, torch.tensor(numbers))
+    ):
+        return
+    try:
+        with torch.no_grad(), fusedops.use_backend("torch"):
+            expected = func(*args)
+    except Exception as error:
+        raise WrongResultError(f"{func} returned, but the reference raises: {error}") from error
+    # The others are statistics and saved tensors, some of whose elements nobody reads.
+    pairs = zip(tensors_in(result)[:1], tensors_in(expected)[:1], strict=True)
+    for actual, wanted in pairs:
+        if (actual.shape, actual.dtype) != (wanted.shape, wanted.dtype):
+            raise WrongResultError(f"{func} returned {actual.shape}, the reference {wanted.shape}")
+        error, size = (actual.double() - wanted.double()).nan_to_num().abs(), wanted.double().abs()
+        if error.max() > 0.1 * size.nan_to_num().max() + 1e-2:
+            raise WrongResultError(f"{func}: the result differs by {error.max()}")
 
 
 def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
