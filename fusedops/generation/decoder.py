@@ -189,8 +189,7 @@ def start(
         This rank's shard of the prompts, the decoder with ``copies`` adjacent rows for each prompt,
         and the logits after these rows, ``[R, V]``.
     """
-    projection = vocab_projection(engine.model)
-    shard_logits = projection is not None and not gathers_logits(options, projection)
+    shard_logits = not gathers_logits(options, vocab_projection(engine.model))
     max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
     decoder = Decoder(engine, max_seq_len, shard_logits=shard_logits)
     device = device_of(engine.model)
