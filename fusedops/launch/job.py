@@ -33,15 +33,6 @@ def join_job() -> None:
     if "RANK" not in given and "WORLD_SIZE" not in given:
         env.set_job_variables(from_slurm(given))
         given = env.job_variables()
-    check_ranks(given)
-
-
-def check_ranks(given: Mapping[str, str]) -> None:
-    """Raise unless ``RANK``, ``WORLD_SIZE`` and the like are complete and fit each other.
-
-    Raises:
-        InputError: they do not.
-    """
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in given and other not in given:
             raise InputError(

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,7 @@ class Ranks:
         """Return the sums of a tensor on ``device`` over all ranks, without a wait of the host."""
         if self.size == 1:
             return values
-        world = dist.group.WORLD
-        assert world is not None
+        world: Any = dist.group.WORLD
         return collectives.all_reduce(values, world, label="losses").wait()
 
 
@@ -159,18 +158,18 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
     here = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and index < count:
         torch.cuda.set_device(here)
-    problem = _device_problem(device, kind, local, count)
+    place = own_place(here, _device_problem(device, kind, local, count))
     if made:
         env.set_flight_records(_REMEMBERED)
         with _waiting_shown(rank, size):
             store = _store()
-            check(exchange(own_place(here, problem), store, rank, size))
+            check(exchange(place, store, rank, size))
             connect(here, store, rank, size)
     try:
         store = dist.distributed_c10d._get_default_store()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
         if not made:
-            check(exchange(own_place(here, problem), store, ranks.rank, ranks.size))
+            check(exchange(place, store, ranks.rank, ranks.size))
         yield ranks
         failed = False
     finally:
@@ -194,29 +193,22 @@ def _device_problem(device: str, kind: str, local: int, count: int) -> str:
     return ""
 
 
-def connect(
-    device: torch.device,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta | None = None,
-) -> None:
+def connect(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     """Initialise torch.distributed.
 
     NCCL connects now, since it knows the device, and later groups are split from this one. Hosts
     get one group over gloo; the groups of a mesh have none unless something asks for it
     (``host_groups``).
     """
-    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
     if device.type == "cpu":
         dist.init_process_group("gloo", **given)
     elif size == 1:
         dist.init_process_group("cpu:gloo,cuda:nccl", **given)
     else:
         dist.init_process_group("nccl", device_id=device, **given)
-        world = dist.group.WORLD
-        assert world is not None
-        host_groups.register(world, dist.new_group(backend="gloo", timeout=timeout))
+        world: Any = dist.group.WORLD
+        host_groups.register(world, dist.new_group(backend="gloo"))
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -357,13 +349,13 @@ def launch(
     options += [] if env.has_nodes() else ["--standalone"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
-    passing = _Passing(stop_code)
+    passing = _SignalForwarder(stop_code)
     for number in _STOPS:
         signal.signal(number, passing)
     try:
         run(parse_args(options))
-    except _Stopped as stopped:
-        return passing.code(stopped.codes)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         # The agent ends the others by SIGTERM; a process killed otherwise could not report it.
@@ -378,27 +370,20 @@ def launch(
     return 0
 
 
-class _Stopped(BaseException):
-    """The processes were asked to stop, and have ended with these codes."""
-
-    def __init__(self, codes: list[int]) -> None:
-        self.codes = codes
-
-
-class _Passing:
-    """Passes signals on to the processes, waits until they have ended, and leaves.
+class _SignalForwarder:
+    """Passes signals on to the processes, waits until they have ended, and exits.
 
     The agent must not see them end: it would take that for a failure, and restart them.
     """
 
     def __init__(self, stop_code: int) -> None:
-        self.count, self._stop_code = 0, stop_code
+        self._count, self._stop_code = 0, stop_code
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
         """Handle a signal: the first, or one that comes while another is handled."""
         import psutil
 
-        self.count += 1
+        self._count += 1
         codes: list[int] = []
         alive, deadline = psutil.Process().children(), math.inf
         for child in alive:
@@ -414,13 +399,13 @@ class _Passing:
                 for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
-        raise _Stopped(codes)
+        raise SystemExit(self._exit_code(codes))
 
-    def code(self, codes: list[int]) -> int:
+    def _exit_code(self, codes: list[int]) -> int:
         """Return the exit code of processes that were asked to stop; tell what they could not."""
         failed = [code for code in codes if code > 0 and code != self._stop_code]
         killed = any(code < 0 for code in codes) or not codes
-        if failed or (killed and self.count > 1):
+        if failed or (killed and self._count > 1):
             return failed[0] if failed else 1
         if killed:
             message = "stopped before the first step; the same command starts or resumes it"

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.elastic.utils.store import synchronize
 
 from fusedops._core import env
 from fusedops.launch.config_table import InputError
@@ -41,19 +43,13 @@ def own_place(device: torch.device, problem: str) -> Place:
 
 
 def exchange(place: Place, store: dist.Store, rank: int, size: int) -> list[Place]:
-    """Return the places of all processes; each sends and receives one message."""
+    """Return the places of all processes; rank 0, which has the store, returns as the last."""
     if size == 1:
         return [place]
-    turn = f"{_KEY}/{store.add(f'{_KEY}/turn of {rank}', 1)}"
-    store.set(f"{turn}/{rank}", json.dumps(asdict(place)))
-    if rank == 0:
-        texts = [store.get(f"{turn}/{other}").decode() for other in range(size)]
-        store.set(turn, f"[{', '.join(texts)}]")
-    places = [Place(**fields) for fields in json.loads(store.get(turn))]
-    store.set(f"{turn}/{rank} has read", "")
-    if rank == 0:  # which holds the store: were it gone, the others could not read why
-        store.wait([f"{turn}/{other} has read" for other in range(size)])
-    return places
+    prefix = f"{_KEY}/{store.add(f'{_KEY}/turn of {rank}', 1)}/"
+    text, seconds = json.dumps(asdict(place)), default_pg_timeout.total_seconds()
+    texts = synchronize(store, text.encode(), rank, size, prefix, seconds)
+    return [Place(**json.loads(text)) for text in texts]
 
 
 def check(places: Sequence[Place]) -> None:

@@ -78,7 +78,7 @@ class Watchdog:
         for thread in self._threads:
             thread.join(self._period)
         if isinstance(error, RuntimeError) and self._ranks.size > 1:
-            self._save_record(self._current_record(), f"{error}")
+            self._save_record(f"{error}")
         self._stacks.close()
         self._stacks_of(self._ranks.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -96,15 +96,13 @@ class Watchdog:
                 last, idle = progress, 0.0
                 self._arm()
             elif idle >= self._seconds:
-                self._record = self._current_record()
-                self._save_record(self._record, "hangs, or waits for one that does")
+                self._record = self._save_record("hangs, or waits for one that does")
                 self._stuck.set()
                 if not self._reported.wait(2 * self._grace):
                     rank, folder = self._ranks.rank, self._folder
                     _print_error(
                         f"process {rank} waits in vain, and cannot reach the others: see {folder}"
                     )
-                sys.stderr.flush()
                 os._exit(1)
 
     def _arm(self) -> None:
@@ -147,16 +145,15 @@ class Watchdog:
         """Seconds in which processes that hang together notice it."""
         return max(1.0, 4 * self._period)
 
-    def _current_record(self) -> FlightRecord:
-        return flight_record.current_record(self._ranks.rank, *self._phase)
-
-    def _save_record(self, record: FlightRecord, why: str) -> None:
-        """Write a record and the last collectives into the folder."""
+    def _save_record(self, why: str) -> FlightRecord:
+        """Write what this process does, and its last collectives, into the folder."""
+        record = flight_record.current_record(self._ranks.rank, *self._phase)
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{now}.{env.restarts()}-rank-{record.rank:05d}.json"
         kept = {"why": why, **asdict(record), "collectives": flight_record.collectives()}
         with contextlib.suppress(OSError):  # a full disk must not keep the job from ending
             (self._folder / name).write_text(json.dumps(kept, indent=1))
+        return record
 
     def _stacks_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.stack"
@@ -200,14 +197,13 @@ def find_stragglers(
     most: Counter[str] = Counter()  # the largest number of a collective, by group
     for record in records.values():
         most |= Counter(record.groups)
+    ordered = sorted(records.items())
     behind = [
         rank
-        for rank, record in sorted(records.items())
+        for rank, record in ordered
         if any(number < most[name] for name, number in record.groups.items())
     ]
-    waits = "; ".join(
-        f"process {rank} in {record.waits}" for rank, record in sorted(records.items())
-    )
+    waits = "; ".join(f"process {rank} in {record.waits}" for rank, record in ordered)
     if behind:
         return behind, f"{_named(behind)} behind the others, and all wait: {waits}"
     return [], f"all wait for each other, as where a link is cut: {waits}"
