@@ -64,7 +64,8 @@ def preset(name: str) -> TransformerConfig:
     """
     config = PRESETS.get(name.lower()) or TINY.get(name.lower())
     if config is None:
-        near = nearest(name.lower(), [*PRESETS, *TINY])
+        # A name less like another than this is no slip of the keyboard, and has no suggestion.
+        near = nearest(name.lower(), [*PRESETS, *TINY], cutoff=0.65)
         hint = f"did you mean {near}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}known: {', '.join(PRESETS)}")
     return config
