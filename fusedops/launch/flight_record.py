@@ -58,8 +58,7 @@ def current_record(rank: int, step: int, what: str) -> FlightRecord:
     waits = next(map(_words, pending), None)
     if waits is None and any(part in calls[-1].filename for part in _WAITING):
         waits = calls[-1].name.strip("_")
-    here = socket.gethostname(), os.getpid()
-    return FlightRecord(rank, *here, step, what, waits, groups, stack)
+    return FlightRecord(rank, socket.gethostname(), os.getpid(), step, what, waits, groups, stack)
 
 
 def collectives() -> list[dict[str, Any]]:

@@ -92,8 +92,7 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     _check_below(given, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     names = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-    missing = [name for name in names if name not in given]
-    if missing:
+    if missing := [name for name in names if name not in given]:
         raise InputError(f"srun sets {', '.join(missing)}, and here it is not set")
     tasks, nodes = given["SLURM_STEP_TASKS_PER_NODE"], given["SLURM_STEP_NODELIST"]
     match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", tasks)

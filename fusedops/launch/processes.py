@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -50,8 +51,6 @@ _CONNECTION = timedelta(minutes=10)
 # After which a process that waits for them tells it.
 _UNTOLD_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
-# Between two questions whether rank 0 is ready.
-_LONGEST_PAUSE = 1.0
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
@@ -97,7 +96,7 @@ class Ranks:
         pause = 0.01
         while not self.store.check([key]):
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, 1.0)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""
@@ -122,7 +121,7 @@ class Ranks:
                 differences.append(f"{name} is {', '.join(places)}")
         if differences:
             raise InputError(
-                f"all processes must be started with the same configuration, data and versions: "
+                "all processes must be started with the same configuration, data and versions: "
                 f"{'; '.join(differences)}"
             )
 
@@ -342,6 +341,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    received: list[int] = []
     env.set_threads(max(1, len(host.allowed_cpus()) // processes))
     # A failed process has reported why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -349,9 +349,8 @@ def launch(
     options += [] if env.has_nodes() else ["--standalone"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
-    passing = _SignalForwarder(stop_code)
     for number in _STOPS:
-        signal.signal(number, passing)
+        signal.signal(number, partial(_forward_signal, stop_code, received))
     try:
         run(parse_args(options))
     except SystemExit as stopped:
@@ -370,45 +369,38 @@ def launch(
     return 0
 
 
-class _SignalForwarder:
-    """Passes signals on to the processes, waits until they have ended, and exits.
+def _forward_signal(
+    stop_code: int, received: list[int], number: int, _: FrameType | None
+) -> NoReturn:
+    """Pass a signal on to the processes, wait until they have ended, and exit.
 
-    The agent must not see them end: it would take that for a failure, and restart them.
+    The agent must not see them end: it would take that for a failure, and restart them. Another
+    signal may come while one is handled; ``received`` gets all of them.
     """
+    import psutil
 
-    def __init__(self, stop_code: int) -> None:
-        self._count, self._stop_code = 0, stop_code
-
-    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Handle a signal: the first, or one that comes while another is handled."""
-        import psutil
-
-        self._count += 1
-        codes: list[int] = []
-        alive, deadline = psutil.Process().children(), math.inf
-        for child in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-        while alive:
-            gone, alive = psutil.wait_procs(alive, timeout=1.0)
-            codes += [process.returncode or 0 for process in gone]
-            # One that had not come as far as to note the signal leaves the others without it.
-            if set(codes) - {0, self._stop_code}:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline:
-                for process in alive:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-        raise SystemExit(self._exit_code(codes))
-
-    def _exit_code(self, codes: list[int]) -> int:
-        """Return the exit code of processes that were asked to stop; tell what they could not."""
-        failed = [code for code in codes if code > 0 and code != self._stop_code]
-        killed = any(code < 0 for code in codes) or not codes
-        if failed or (killed and self._count > 1):
-            return failed[0] if failed else 1
-        if killed:
-            message = "stopped before the first step; the same command starts or resumes it"
-            print(f"fusedops: {message}", file=sys.stderr)
-            return self._stop_code
-        return max(codes)
+    received.append(number)
+    codes: list[int] = []
+    alive, deadline = psutil.Process().children(), math.inf
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+    while alive:
+        gone, alive = psutil.wait_procs(alive, timeout=1.0)
+        codes += [process.returncode or 0 for process in gone]
+        # One that had not come as far as to note the signal leaves the others without it.
+        if set(codes) - {0, stop_code}:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+    failed = [code for code in codes if code > 0 and code != stop_code]
+    killed = any(code < 0 for code in codes) or not codes
+    if failed or (killed and len(received) > 1):
+        raise SystemExit(failed[0] if failed else 1)
+    if killed:
+        message = "stopped before the first step; the same command starts or resumes it"
+        print(f"fusedops: {message}", file=sys.stderr)
+        raise SystemExit(stop_code)
+    raise SystemExit(max(codes))

@@ -28,7 +28,6 @@ class Place:
     """Where a process runs."""
 
     host: str
-    device_type: str  # "cpu" or "cuda"
     gpu: str  # its identifier; empty on the CPU
     local_ranks: int | None  # processes that the launcher has started on the host, if it says so
     problem: str  # why this process cannot take part; empty if it can
@@ -39,7 +38,7 @@ def own_place(device: torch.device, problem: str) -> Place:
     gpu = ""
     if device.type == "cuda" and not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(socket.gethostname(), device.type, gpu, env.local_ranks(), problem)
+    return Place(socket.gethostname(), gpu, env.local_ranks(), problem)
 
 
 def exchange(place: Place, store: dist.Store, rank: int, size: int) -> list[Place]:
@@ -60,15 +59,15 @@ def check(places: Sequence[Place]) -> None:
     """
     if problem := next((place.problem for place in places if place.problem), ""):
         raise InputError(problem)
-    on_cpu = [rank for rank, place in enumerate(places) if place.device_type == "cpu"]
+    on_cpu = [rank for rank, place in enumerate(places) if not place.gpu]
     if 0 < len(on_cpu) < len(places):
         raise InputError(
             f"torch sees no GPU in {shown_ranks(on_cpu)} ({places[on_cpu[0]].host}), and the "
             "others have one: set device to cpu, or see fusedops doctor there"
         )
     if len({place.local_ranks for place in places}) > 1:
-        counts = dict.fromkeys((place.host, place.local_ranks) for place in places)
-        nodes = ", ".join(f"{count} on {host}" for host, count in counts)
+        counts = (f"{place.local_ranks} on {place.host}" for place in places)
+        nodes = ", ".join(dict.fromkeys(counts))
         raise InputError(
             f"every node must have as many processes, got {nodes}: give torchrun the same "
             "--nproc-per-node on all of them"

@@ -63,7 +63,8 @@ class Watchdog:
         if self._seconds:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_of(self._ranks.rank).open("w")
-            self._arm()
+            # A timer of C, which needs no lock of the interpreter, writes all stacks.
+            faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
             for work in (self._check_progress, self._send_heartbeats):
                 self._threads.append(threading.Thread(target=work, daemon=True))
                 self._threads[-1].start()
@@ -94,7 +95,7 @@ class Watchdog:
             checked = now
             if progress != last:
                 last, idle = progress, 0.0
-                self._arm()
+                faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
             elif idle >= self._seconds:
                 self._record = self._save_record("hangs, or waits for one that does")
                 self._stuck.set()
@@ -104,10 +105,6 @@ class Watchdog:
                         f"process {rank} waits in vain, and cannot reach the others: see {folder}"
                     )
                 os._exit(1)
-
-    def _arm(self) -> None:
-        """Set the timer of C that writes all stacks; it needs no lock of the interpreter."""
-        faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats to the others; when this process is stuck, find the stragglers."""
@@ -185,13 +182,11 @@ def find_stragglers(
         slow: those that are without a record, and alive.
     """
     missing = [rank for rank in range(size) if rank not in records]
-    silent = [rank for rank in missing if rank not in slow]
-    if silent:
+    if silent := [rank for rank in missing if rank not in slow]:
         return silent, f"{_named(silent)} silent: stopped, cut off, or holding Python's lock"
     if missing:
         return missing, f"{_named(missing)} still at work, and the others wait"
-    working = [rank for rank, record in records.items() if record.waits is None]
-    if working:
+    if working := [rank for rank, record in records.items() if record.waits is None]:
         places = sorted({f"{records[rank].what} {records[rank].step}" for rank in working})
         return working, f"{_named(working)} hanging in {', '.join(places)}, waiting for nobody"
     most: Counter[str] = Counter()  # the largest number of a collective, by group
@@ -210,9 +205,8 @@ def find_stragglers(
 
 
 def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"process {ranks[0]} is"
-    return f"processes {', '.join(map(str, ranks))} are"
+    numbers = ", ".join(map(str, ranks))
+    return f"process {numbers} is" if len(ranks) == 1 else f"processes {numbers} are"
 
 
 def _values(store: dist.Store, name: str, size: int) -> dict[int, bytes]:
