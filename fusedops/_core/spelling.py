@@ -9,7 +9,7 @@ from collections.abc import Collection
 _CUTOFF = 0.5
 
 
-def nearest(word: str, known: Collection[str]) -> str | None:
+def nearest(word: str, known: Collection[str], *, cutoff: float = _CUTOFF) -> str | None:
     """Return the known word that a misspelt one is likely to mean, or ``None``."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=_CUTOFF)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None

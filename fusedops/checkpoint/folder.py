@@ -185,20 +185,20 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def lock(root: Path) -> IO[bytes] | None:
-    """Return an exclusively locked file; closing it, or the end of the process, unlocks it.
+def lock(root: Path, name: str = _LOCK) -> IO[bytes] | None:
+    """Return an exclusively locked file of a folder; closing it, or the process's end, unlocks it.
 
     ``None`` where the file system knows no locks.
 
     Raises:
-        BlockingIOError: another process writes checkpoints here.
+        BlockingIOError: another process has the lock.
     """
     try:
         import fcntl
     except ImportError:  # not on Windows
         return None
     root.mkdir(parents=True, exist_ok=True)
-    file = (root / _LOCK).open("ab")
+    file = (root / name).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

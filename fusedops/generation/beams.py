@@ -75,14 +75,12 @@ def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -
     size, vocab_size = options.beams, engine.model.config.vocab_size
     device = device_of(engine.model)
     batch, decoder, logits_RV = start(engine, prompts, options, size)
-    seen_RV = None
-    if options.repetition_penalty != 1.0:
-        row_prompts = [prompts[number] for number in batch.prompts for _ in range(size)]
-        seen_RV = tokens_seen(row_prompts, vocab_size, device)
+    row_prompts = [prompts[number] for number in batch.prompts for _ in range(size)]
+    seen_RV = tokens_seen(row_prompts, options, vocab_size, device)
     # At first the beams are the same: all but one are out of the question.
     begin = [0.0, *[-torch.inf] * (size - 1)]
-    alive = [_Prompt(number, [[] for _ in range(size)], begin) for number in batch.prompts]
-    done: list[_Prompt] = []
+    mine = [_Prompt(number, [[] for _ in range(size)], begin) for number in batch.prompts]
+    alive = mine
     # One more for each token that ends, so that as many stay as there are beams.
     count = min((1 + max(1, len(set(options.stop)))) * size, size * vocab_size)
     for _ in range(options.tokens):
@@ -98,16 +96,11 @@ def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -
         best, indices = batch.from_last_stage(best), batch.from_last_stage(indices)
         kept = []
         for number, prompt in enumerate(alive):
-            ranked = [
-                (score, index // vocab_size, index % vocab_size)
-                for score, index in zip(
-                    best[number].tolist(), indices[number].tolist(), strict=True
-                )
-            ]
+            pairs = zip(best[number].tolist(), indices[number].tolist(), strict=True)
+            ranked = [(score, *divmod(index, vocab_size)) for score, index in pairs]
             parents = prompt.advance(ranked, options)
             if not prompt.done:
                 kept += [number * size + beam for beam in parents]
-        done += [prompt for prompt in alive if prompt.done]
         alive = [prompt for prompt in alive if not prompt.done]
         if not batch.any(bool(alive)):
             break
@@ -120,8 +113,7 @@ def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -
             seen_RV = seen_RV[rows]
             seen_RV[torch.arange(len(rows), device=device), tokens_R] = True
         logits_RV = decoder.step(tokens_R)
-    done.sort(key=lambda prompt: prompt.number)
-    results = batch.gather([prompt.result() for prompt in done])
+    results = batch.gather([prompt.result() for prompt in mine])
     for number, result in enumerate(results):
         if isinstance(result, int):
             raise NonFiniteLogitsError(number, len(prompts[number]) + result)

@@ -36,8 +36,8 @@ class KVCache:
     def __init__(self, max_seq_len: int) -> None:
         self.capacity = min(_FIRST, max_seq_len)
         self._max_seq_len = max_seq_len
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        # ``[R, M, C, D]``, by the layer and whether they are keys or values
+        self.tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
         """Allocate rows of so many tokens: at least twice the capacity there was.
@@ -51,16 +51,21 @@ class KVCache:
         if tokens <= self.capacity:
             return
         capacity = min(self._max_seq_len, max(tokens, 2 * self.capacity))
-        for tensors in (self.keys, self.values):
-            for layer, cached in tensors.items():
-                tensors[layer] = _enlarged(cached, capacity)
+        for key, cached in self.tensors.items():
+            self.tensors[key] = F.pad(cached, (0, 0, 0, capacity - self.capacity))
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor, tokens: int) -> None:
-        """Let row ``i`` be what row ``rows[i]`` was; ``tokens`` is the length of the longest."""
-        for tensors in (self.keys, self.values):
-            for layer, cached in tensors.items():
-                tensors[layer] = _selected(cached, rows, tokens)
+        """Let row ``i`` be what row ``rows[i]`` was; ``tokens`` is the length of the longest.
+
+        If their number stays, rows that keep their place are not copied.
+        """
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
+        for key, cached in self.tensors.items():
+            if len(rows) != len(cached):
+                self.tensors[key] = cached.index_select(0, rows)
+            elif len(moved):
+                cached[moved, :, :tokens] = cached[rows[moved], :, :tokens]
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ class KVCacheCall:
         query_TN1D, key_TM1D, value_TM1D = (
             tensor.permute(2, 1, 0, 3) for tensor in (query_1NTD, key_1MTD, value_1MTD)
         )
-        keys_RMCD = self._append(self.cache.keys, layer, key_TM1D)
-        values_RMCD = self._append(self.cache.values, layer, value_TM1D)
+        keys_RMCD = self._append((layer, "keys"), key_TM1D)
+        values_RMCD = self._append((layer, "values"), value_TM1D)
         if self.cu_seqlens is not None:
             output_TND = ops.attention_varlen(
                 query_TN1D.squeeze(2),
@@ -128,16 +133,14 @@ class KVCacheCall:
             output_RN1D = F.pad(output_RN1D, (0, 0, 0, 0, 0, 0, 0, tokens - new))
         return output_RN1D.permute(2, 1, 0, 3)
 
-    def _append(
-        self, tensors: dict[int, torch.Tensor], layer: int, new_TM1D: torch.Tensor
-    ) -> torch.Tensor:
+    def _append(self, key: tuple[int, str], new_TM1D: torch.Tensor) -> torch.Tensor:
         """Append keys or values of a layer; return those of all tokens so far."""
-        count = len(self.rows)
-        if layer not in tensors:
+        count, tensors = len(self.rows), self.cache.tensors
+        if key not in tensors:
             _, heads, _, size = new_TM1D.shape
             shape = len(self.lengths), heads, self.cache.capacity, size
-            tensors[layer] = new_TM1D.new_empty(shape)
-        cached_RMCD = tensors[layer]
+            tensors[key] = new_TM1D.new_empty(shape)
+        cached_RMCD = tensors[key]
         new_TM1D = new_TM1D if count == len(new_TM1D) else new_TM1D[:count]
         if self.same_position is not None:
             cached_RMCD.narrow(2, self.same_position, 1).copy_(new_TM1D)
@@ -145,20 +148,3 @@ class KVCacheCall:
             indices = self.rows, self.positions
             cached_RMCD.transpose(1, 2).index_put_(indices, new_TM1D.squeeze(2))
         return cached_RMCD
-
-
-def _enlarged(cached_RMCD: torch.Tensor, capacity: int) -> torch.Tensor:
-    rows, heads, before, size = cached_RMCD.shape
-    enlarged = cached_RMCD.new_empty(rows, heads, capacity, size)
-    enlarged[:, :, :before] = cached_RMCD
-    return enlarged
-
-
-def _selected(cached_RMCD: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the rows; if their number stays, rows that keep their place are not copied."""
-    if len(rows) != len(cached_RMCD):
-        return cached_RMCD.index_select(0, rows)
-    moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
-    if len(moved):
-        cached_RMCD[moved, :, :tokens] = cached_RMCD[rows[moved], :, :tokens]
-    return cached_RMCD

@@ -26,7 +26,6 @@ from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.tensor_parallel import VocabParallelHead
-from fusedops.nn import MoE
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 
 _OP = "Decoder"
@@ -75,9 +74,8 @@ class Decoder:
         self._pipeline = engine.pipeline
         # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
         self._mode = torch.inference_mode if engine.mesh is None else torch.no_grad
-        # Ranks of tp share the tokens of sequences, or of experts.
-        has_experts = any(isinstance(module, MoE) for module in self.model.modules())
-        self._token_multiple = config.tp if config.sp or has_experts else 1
+        # Ranks of tp share the tokens of sequences, or of experts, on whatever stage these are.
+        self._token_multiple = config.tp if config.sp or sizes.sparse_layers else 1
         self._max_seq_len = max_seq_len
         self.cache = KVCache(max_seq_len)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -191,8 +189,7 @@ def start(
         This rank's shard of the prompts, the decoder with ``copies`` adjacent rows for each prompt,
         and the logits after these rows, ``[R, V]``.
     """
-    projection = vocab_projection(engine.model)
-    shard_logits = projection is not None and not gathers_logits(options, projection)
+    shard_logits = not gathers_logits(options, vocab_projection(engine.model))
     max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
     decoder = Decoder(engine, max_seq_len, shard_logits=shard_logits)
     device = device_of(engine.model)

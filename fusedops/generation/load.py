@@ -92,11 +92,10 @@ def _from_huggingface(
 ) -> Loaded:
     kind = None if dtype is None else precision.dtype(dtype)
     with ranks.together():
-        device = ranks.device if ranks.size == 1 else "meta"
-        model = load_huggingface(folder, device=device, dtype=kind)
+        model = load_huggingface(folder, device="meta", dtype=kind)
         text = Text.of(_tokenizer(folder, tokenizer), _eos_tokens(folder))
     weights = partial(fill_huggingface, source=folder)
-    return Loaded(_parallelized(model, layout, ranks, weights), text, str(folder))
+    return Loaded(_engine(model, layout, ranks, weights), text, str(folder))
 
 
 def _tokenizer(folder: Path, given: str | None) -> str:
@@ -153,8 +152,8 @@ def _from_run(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],
         )
-    engine = _parallelized(Transformer(sizes, device="meta", dtype=saved_dtype), layout, ranks)
-    model = engine.model
+    model = Transformer(sizes, device="meta", dtype=saved_dtype)
+    engine = _engine(model, layout, ranks, lambda _: None)
     with Checkpointer(root, model) as checkpointer:
         restored = checkpointer.load(step)
     assert restored is not None
@@ -166,17 +165,16 @@ def _from_run(
 def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     """Return what a checkpoint says of its run."""
     saved = newest(root, step)
-    if saved is None and newest(root) is not None:
-        raise InputError(
-            f"{folder} has no whole checkpoint of step {step}: leave --step out for the last"
-        )
-    damaged = [checkpoint.name for checkpoint in checkpoints(root)] if saved is None else []
-    if damaged:
-        raise CheckpointError(
-            f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged; "
-            "copy one of them there from a backup, or train again"
-        )
     if saved is None:
+        if newest(root) is not None:
+            raise InputError(
+                f"{folder} has no whole checkpoint of step {step}: leave --step out for the last"
+            )
+        if damaged := [checkpoint.name for checkpoint in checkpoints(root)]:
+            raise CheckpointError(
+                f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged; "
+                "copy one of them there from a backup, or train again"
+            )
         raise InputError(
             f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "
             f"with {_CONFIG} and safetensors; give the folder that `out` or `export` names"
@@ -187,18 +185,12 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     return extra
 
 
-def _parallelized(
-    model: Transformer,
-    layout: ParallelConfig,
-    ranks: Ranks,
-    weights: Callable[[nn.Module], None] | None = None,
+def _engine(
+    model: Transformer, layout: ParallelConfig, ranks: Ranks, weights: Callable[[nn.Module], None]
 ) -> TrainEngine:
-    """Return the engine of the model; parameters on ``meta`` get memory, and values of ``weights``.
-
-    Without it they are loaded later.
-    """
-    if ranks.size == 1:
-        if next(model.parameters()).is_meta:
-            model.to_empty(device=ranks.device)
-        return check_model("generate", model)
-    return check_model("generate", parallelize(model, layout, device=ranks.device, weights=weights))
+    """Return the engine of a model on ``meta``, whose parameters get memory, then ``weights``."""
+    if ranks.size > 1:
+        engine = parallelize(model, layout, device=ranks.device, weights=weights)
+        return check_model("generate", engine)
+    weights(model.to_empty(device=ranks.device))
+    return check_model("generate", model)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fusedops._core import checks
 
 _OP = "generate"
-_LONGEST_SEED = 2**63
 _MOST_SAMPLES = 2**16
 # What logits in float32 may be divided by or multiplied with, and stay finite and apart.
 _LARGEST_PENALTY = 2**16
@@ -60,47 +59,43 @@ class Options:
         checks.integer(_OP, "top_k", self.top_k, least=0)
         checks.finite(_OP, "temperature", self.temperature, least=0)
         checks.probability(_OP, "top_p", self.top_p)
-        if self.top_p == 0:
-            checks.fail(_OP, "top_p", "more than 0", self.top_p)
-        if self.samples > _MOST_SAMPLES:
-            checks.fail(_OP, "samples", f"at most {_MOST_SAMPLES}", self.samples)
         checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
-        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
-            expected = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
-            checks.fail(_OP, "repetition_penalty", expected, self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
-        if abs(self.length_penalty) > _LARGEST_EXPONENT:
-            expected = f"between -{_LARGEST_EXPONENT} and {_LARGEST_EXPONENT}"
-            checks.fail(_OP, "length_penalty", expected, self.length_penalty)
         if not isinstance(self.seed, int):
             expected = "an int, or one of each prompt"
             object.__setattr__(self, "seed", _listed("seed", expected, self.seed))
         object.__setattr__(self, "stop", _listed("stop", "tokens, such as [2]", self.stop))
         for seed in [self.seed] if isinstance(self.seed, int) else self.seed:
             checks.integer(_OP, "seed", seed, least=0)
-            if seed >= _LONGEST_SEED:
-                checks.fail(_OP, "seed", "below 2 ** 63", seed)
         for token in self.stop:
             checks.integer(_OP, "stop", token, least=0)
         if self.until is not None and not callable(self.until):
             checks.fail_type(_OP, "until", "callable", self.until)
-        # What would have no effect is refused.
-        if self.beams > 1:
-            for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
-                if getattr(self, name) != plain:
-                    expected = f"{plain} with beams, of which the likeliest is kept"
-                    checks.fail(_OP, name, expected, getattr(self, name))
-        if self.temperature == 0:
-            for name, unset in (("top_k", 0), ("top_p", 1.0), ("samples", 1)):
-                if getattr(self, name) != unset:
-                    expected = f"{unset} unless temperature is more than 0: nothing is drawn"
-                    checks.fail(_OP, name, expected, getattr(self, name))
+        for is_wrong, name, expected in self._relations():
+            if is_wrong:
+                checks.fail(_OP, name, expected, getattr(self, name))
 
-    def stream(self, prompt: int, sample: int) -> Stream:
-        """Return the stream that a sample of a prompt is drawn from."""
+    def _relations(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield whether a value is too large, or has no effect, its name, and what it must be."""
+        most = _LARGEST_PENALTY
+        is_far = not 1 / most <= self.repetition_penalty <= most
+        yield is_far, "repetition_penalty", f"between 1 / {most} and {most}"
+        most = _LARGEST_EXPONENT
+        yield abs(self.length_penalty) > most, "length_penalty", f"between -{most} and {most}"
+        yield self.top_p == 0, "top_p", "more than 0"
+        yield self.samples > _MOST_SAMPLES, "samples", f"at most {_MOST_SAMPLES}"
+        for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
+            is_set = self.beams > 1 and getattr(self, name) != plain
+            yield is_set, name, f"{plain} with beams, of which the likeliest is kept"
+        for name, unset in (("top_k", 0), ("top_p", 1.0), ("samples", 1)):
+            is_set = self.temperature == 0 and getattr(self, name) != unset
+            yield is_set, name, f"{unset} unless temperature is more than 0: nothing is drawn"
+
+    def stream(self, prompt: int, sample: int) -> tuple[int, int, int]:
+        """Return seed, prompt and sample that determine the random numbers of a sequence."""
         if isinstance(self.seed, int):
-            return Stream(self.seed, prompt, sample)
-        return Stream(self.seed[prompt], 0, sample)
+            return self.seed, prompt, sample
+        return self.seed[prompt], 0, sample
 
 
 def _listed(name: str, expected: str, given: Any) -> tuple[Any, ...]:
@@ -124,20 +119,6 @@ class NonFiniteLogitsError(ArithmeticError):
             f"{prompt} at position {position} of its sequence"
         )
         self.prompt, self.position = prompt, position
-
-
-class Stream(NamedTuple):
-    """What determines the random numbers of a sequence, with the position of its next token.
-
-    Attributes:
-        seed: below ``2 ** 63``.
-        prompt: number of the prompt, below ``2 ** 32``.
-        sample: number of the sequence among those of its prompt, below ``2 ** 32``.
-    """
-
-    seed: int
-    prompt: int
-    sample: int
 
 
 class Token(NamedTuple):

@@ -27,27 +27,22 @@ class BatchShard:
         device: of the model.
 
     Attributes:
+        prompts: numbers of the prompts of this rank.
         chooses: whether this rank gets logits: with a pipeline, the last stage's.
     """
 
     def __init__(self, engine: TrainEngine, num_prompts: int, device: torch.device) -> None:
         ranks = engine.config.sizes.data if engine.mesh is not None else 1
         self._group = engine.group("data") if ranks > 1 else None
-        self._per_rank = -(-num_prompts // ranks)
-        self._num_prompts, self._device = num_prompts, device
+        self._per_rank, self._device = -(-num_prompts // ranks), device
         self._rank = 0 if engine.mesh is None else engine.mesh.rank("data")
-        self._stages = engine.group("pp") if engine.pipeline is not None else None
-        self._last = 0
+        first = self._rank * self._per_rank
+        self.prompts = range(num_prompts)[first : first + self._per_rank]
+        self._stages, self._last = None, 0
         if engine.pipeline is not None:
-            order = engine.pipeline.driver.table
+            self._stages, order = engine.group("pp"), engine.pipeline.driver.table
             self._last = order.rank_of(order.stages - 1)
         self.chooses = self._stages is None or self._stages.rank() == self._last
-
-    @property
-    def prompts(self) -> range:
-        """Numbers of the prompts of this rank."""
-        first = min(self._num_prompts, self._rank * self._per_rank)
-        return range(first, min(self._num_prompts, first + self._per_rank))
 
     def from_last_stage(self, chosen: torch.Tensor) -> torch.Tensor:
         """Return what the last stage chose; other ranks pass a tensor of the same shape."""
@@ -57,22 +52,20 @@ class BatchShard:
             chosen.contiguous(), self._stages, source=self._last, label="chosen"
         ).wait()
 
-    def gather_tokens(self, tokens: torch.Tensor, sequences: list[int], samples: int) -> list[int]:
-        """Return the token of each sequence of all ranks, -1 where there is none.
+    def gather_tokens(
+        self, tokens: torch.Tensor, sequences: list[int], samples: int
+    ) -> dict[int, int]:
+        """Return the tokens of the unfinished sequences of all ranks, and any number of others.
 
         This rank's ``tokens`` are those of ``sequences``, of which each prompt has ``samples``.
         """
         if self._group is None:
-            gathered = [-1] * (self._num_prompts * samples)
-            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
-                gathered[sequence] = token
-            return gathered
-        first = self._rank * self._per_rank * samples
-        shape = (self._per_rank * samples,)
-        shard = torch.full(shape, -1, dtype=torch.int64, device=self._device)
-        shard[[sequence - first for sequence in sequences]] = tokens
+            return dict(zip(sequences, tokens.tolist(), strict=True))
+        count = self._per_rank * samples
+        shard = torch.full((count,), -1, dtype=torch.int64, device=self._device)
+        shard[[sequence - self._rank * count for sequence in sequences]] = tokens
         shards = collectives.all_gather(shard, self._group, label="tokens").wait()
-        return shards.tolist()[: self._num_prompts * samples]
+        return dict(enumerate(shards.tolist()))
 
     def any(self, value: bool) -> bool:
         """Return whether the value is true on any rank."""

@@ -19,7 +19,7 @@ import torch
 
 from fusedops._core.device_tensors import device_tensor
 from fusedops._core.philox import philox4x32
-from fusedops.generation.options import Options, Stream
+from fusedops.generation.options import Options
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection, largest
 
 _LOW = 0xFFFFFFFF
@@ -36,7 +36,7 @@ class Sampler:
     Args:
         options: temperature and the like.
         prompts: the tokens of each row so far, int64.
-        streams: of random numbers, one for each row.
+        streams: of random numbers, one for each row, as of ``Options.stream``.
         vocab_size: of the whole vocabulary.
         device: of the logits.
         projection: of the shard of the vocabulary whose logits a rank has; ``None``: of all.
@@ -46,30 +46,25 @@ class Sampler:
         self,
         options: Options,
         prompts: Sequence[torch.Tensor],
-        streams: Sequence[Stream],
+        streams: Sequence[tuple[int, int, int]],
         vocab_size: int,
         device: torch.device,
         projection: VocabParallelProjection | None = None,
     ) -> None:
         self._options, self._projection = options, projection
-        self._lengths = [len(prompt) for prompt in prompts]
-        self._streams = list(streams)
-        self._device = device
+        self._lengths_R = device_tensor([len(prompt) for prompt in prompts], torch.int64, device)
+        self._streams_R3 = device_tensor(streams, torch.int64, device).reshape(-1, 3)
         self._rows = torch.arange(len(prompts), device=device)
         self._step = 0
         self._drawn = torch.empty(len(prompts), 0, dtype=torch.float64, device=device)
-        self._seen = None
-        if options.repetition_penalty != 1.0:
-            self._seen = tokens_seen(prompts, vocab_size, device)
+        self._seen = tokens_seen(prompts, options, vocab_size, device)
 
     @torch.no_grad()
     def select(self, rows: torch.Tensor) -> None:
         """Continue with these rows."""
-        kept = rows.tolist()
-        self._lengths = [self._lengths[row] for row in kept]
-        self._streams = [self._streams[row] for row in kept]
+        self._lengths_R, self._streams_R3 = self._lengths_R[rows], self._streams_R3[rows]
         self._drawn = self._drawn[rows]
-        self._rows = self._rows[: len(kept)]
+        self._rows = self._rows[: len(rows)]
         if self._seen is not None:
             self._seen = self._seen[rows]
 
@@ -99,39 +94,29 @@ class Sampler:
         """Return the draws of this step, ``[R]``."""
         index = self._step % _POSITIONS
         if index == 0:
-            firsts = [length + self._step for length in self._lengths]
-            self._drawn = uniforms(self._streams, firsts, _POSITIONS, self._device)
+            self._drawn = uniforms(self._streams_R3, self._lengths_R + self._step, _POSITIONS)
         return self._drawn[:, index]
 
 
-def uniforms(
-    streams: Sequence[Stream], firsts: Sequence[int], positions: int, device: torch.device
-) -> torch.Tensor:
+def uniforms(streams_R3: torch.Tensor, first_R: torch.Tensor, positions: int) -> torch.Tensor:
     """Return numbers in [0, 1), ``[R, P]`` float64.
 
     Args:
-        streams: of each row.
-        firsts: position in its sequence of each row's first draw.
+        streams_R3: seed, prompt and sample of each row, int64.
+        first_R: position in its sequence of each row's first draw, int64.
         positions: number of consecutive draws of each row.
-        device: of the result.
     """
-
-    def column(values: Sequence[int]) -> torch.Tensor:
-        return device_tensor(values, torch.int64, device).reshape(-1, 1)
-
-    seeds = column([stream.seed for stream in streams])
-    samples = column([stream.sample for stream in streams])
-    prompts = column([stream.prompt for stream in streams])
-    position_RP = column(firsts) + torch.arange(positions, device=device)
-    counter = position_RP & _LOW, position_RP >> 32, samples, prompts
-    high, low, *_ = philox4x32(counter, (seeds & _LOW, seeds >> 32))
+    seed_R1, prompt_R1, sample_R1 = streams_R3.split(1, -1)
+    position_RP = first_R.unsqueeze(-1) + torch.arange(positions, device=first_R.device)
+    counter = position_RP & _LOW, position_RP >> 32, sample_R1, prompt_R1
+    high, low, *_ = philox4x32(counter, (seed_R1 & _LOW, seed_R1 >> 32))
     # The 53 bits that float64 has.
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
-def gathers_logits(options: Options, projection: VocabParallelProjection) -> bool:
-    """Whether ranks gather all logits, rather than choose from the top tokens of each shard."""
-    if options.beams > 1:
+def gathers_logits(options: Options, projection: VocabParallelProjection | None) -> bool:
+    """Whether ranks need all logits, rather than choose from the top tokens of each shard."""
+    if options.beams > 1 or projection is None:
         return True
     count = 1 if options.temperature == 0.0 else options.top_k or projection.vocab_size
     # What is sent of a candidate is as large as four logits.
@@ -183,9 +168,11 @@ def draw(
 
 
 def tokens_seen(
-    prompts: Sequence[torch.Tensor], vocab_size: int, device: torch.device
-) -> torch.Tensor:
-    """Return which tokens each prompt has, ``[R, V]`` bool."""
+    prompts: Sequence[torch.Tensor], options: Options, vocab_size: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return which tokens each prompt has, ``[R, V]`` bool; ``None`` without a penalty for them."""
+    if options.repetition_penalty == 1.0:
+        return None
     seen_RV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
     for row, prompt in enumerate(prompts):
         seen_RV[row, prompt.to(device)] = True

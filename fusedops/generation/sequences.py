@@ -65,15 +65,13 @@ def generate(
     if options.beams > 1:
         with _evaluating(engine.model):
             return search(engine, rows, options)
-    generated: list[list[int]] = [[] for _ in range(len(rows) * options.samples)]
-    reasons = [""] * len(generated)
-    for token in _stream(engine, rows, options):
-        generated[token.sequence].append(token.token)
-        reasons[token.sequence] = token.reason or ""
-    return [
-        Generated(number // options.samples, tokens, reason)
-        for number, (tokens, reason) in enumerate(zip(generated, reasons, strict=True))
-    ]
+    samples = options.samples
+    results = [Generated(number // samples, [], "") for number in range(len(rows) * samples)]
+    for sequence, token, reason in _stream(engine, rows, options):
+        results[sequence].tokens.append(token)
+        if reason is not None:
+            results[sequence] = results[sequence]._replace(reason=reason)
+    return results
 
 
 def stream(
@@ -127,7 +125,7 @@ def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) 
             else:
                 tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
             tokens = batch.from_last_stage(tokens)
-            for sequence, token in enumerate(batch.gather_tokens(tokens, sequences, samples)):
+            for sequence, token in batch.gather_tokens(tokens, sequences, samples).items():
                 if sequence in unfinished:
                     if token == NO_TOKEN:
                         prompt = sequence // samples
@@ -160,30 +158,25 @@ def _end_reason(sequence: int, tokens: list[int], options: Options) -> str | Non
     return "length" if len(tokens) == options.tokens else None
 
 
-# Models that generate, with the number of calls under way and the modules to set back to training.
+# Modules that calls under way have set to evaluation, by the model: an entry for each call.
 _LOCK = threading.Lock()
-_EVALUATED: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+_EVALUATED: WeakKeyDictionary[nn.Module, list[list[nn.Module]]] = WeakKeyDictionary()
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation; the last of several threads sets it back to what it was."""
     with _LOCK:
-        calls, training = _EVALUATED.get(model, (0, []))
-        if not calls:
-            training = [module for module in model.modules() if module.training]
-            model.eval()
-        _EVALUATED[model] = calls + 1, training
+        calls = _EVALUATED.setdefault(model, [])
+        calls.append([module for module in model.modules() if module.training])
+        model.eval()
     try:
         yield
     finally:
         with _LOCK:
-            calls, training = _EVALUATED.pop(model)
-            if calls > 1:
-                _EVALUATED[model] = calls - 1, training
-            else:
-                for module in training:
-                    module.training = True
+            # Only the entry of the first call has modules, and the last to end takes it.
+            for module in calls.pop():
+                module.training = True
 
 
 def _options(options: Any, more: dict[str, Any]) -> Options:
@@ -194,14 +187,11 @@ def _options(options: Any, more: dict[str, Any]) -> Options:
 
 def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
     """Return the tokens of each prompt, int64 on the CPU."""
-    rows: list[Any]
     _check_tokens("prompts", prompts)
-    if isinstance(prompts, torch.Tensor):
-        rows = list(prompts) if prompts.dim() > 1 else [prompts]
-    else:
-        rows = list(prompts)
-        if rows and all(isinstance(row, int) for row in rows):
-            rows = [rows]
+    is_row = isinstance(prompts, torch.Tensor) and prompts.dim() < 2
+    rows: list[Any] = [prompts] if is_row else list(prompts)
+    if rows and all(isinstance(row, int) for row in rows):
+        rows = [rows]
     if not rows:
         checks.fail(_OP, "prompts", "one at least", "none")
     result = []

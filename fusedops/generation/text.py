@@ -121,8 +121,5 @@ class TextStream:
 
     def _partial_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=0)
-        for size in range(min(longest - 1, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-size:]) for stop in self._stops):
-                return size
-        return 0
+        ends = [self._pending[index:] for index in range(len(self._pending))]
+        return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)

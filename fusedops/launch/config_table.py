@@ -6,12 +6,13 @@ Knows no key by name. What a value may be stands in the dataclass: its types her
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,10 +91,11 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
     for name, field in fields.items():
         path = f"{where}.{name}" if where else name
         if name in table:
-            fits, values[name] = _fitting(hints[name], table[name], path)
-            if not fits:
+            try:
+                values[name] = _converted(hints[name], table[name], path)
+            except TypeError:
                 got = checks.shown(table[name])
-                raise InputError(f"{path} must be {_named(hints[name])}, got {got}")
+                raise InputError(f"{path} must be {_named(hints[name])}, got {got}") from None
         elif dataclasses.is_dataclass(hints[name]) and field.default is dataclasses.MISSING:
             values[name] = fill(hints[name], {}, path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -118,42 +120,33 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def unknown(key: str, known: Iterable[str], where: str) -> str:
+def unknown(key: str, known: Collection[str], where: str) -> str:
     """Return the sentence for a key that does not exist, with the nearest that does."""
-    names = list(known)
-    near = checks.nearest(key, names)
-    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
+    near = checks.nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
     return f"unknown key {key!r} in {f'[{where}]' if where else 'the configuration'}: {hint}"
 
 
-def _fitting(hint: Any, value: Any, path: str) -> tuple[bool, Any]:
-    """Return whether a value has a type, and the value in it: integers are floats, too."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True, value
+def _converted(hint: Any, value: Any, path: str) -> Any:
+    """Return a value as its type has it; a ``TypeError`` where it has another type."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return True, fill(hint, value, path)  # type: ignore[arg-type]
-    if origin in (typing.Union, types.UnionType):
-        results = (_fitting(alternative, value, path) for alternative in inner)
-        return next((result for result in results if result[0]), (False, value))
-    if origin is typing.Literal:
-        return value in inner, value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            return False, value
-        hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-        if len(hints) != len(value):
-            return False, value
-        parts = [_fitting(*pair, path) for pair in zip(hints, value, strict=True)]
-        return all(fits for fits, _ in parts), tuple(converted for _, converted in parts)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict), value
-    if hint is float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return good, float(value) if good else value
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool), value
-    return isinstance(value, hint), value
+        return fill(hint, value, path)  # type: ignore[arg-type]
+    if kind in (typing.Union, types.UnionType):
+        for alternative in inner:
+            with contextlib.suppress(TypeError):
+                return _converted(alternative, value, path)
+    elif kind is tuple and isinstance(value, (list, tuple)):
+        hints = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(hints) == len(value):
+            return tuple(_converted(*pair, path) for pair in zip(hints, value, strict=True))
+    elif isinstance(value, bool) and kind is not bool:
+        pass  # which Python counts among the integers
+    elif kind is float and isinstance(value, (int, float)):
+        return float(value)
+    elif isinstance(value, kind):
+        return value
+    raise TypeError
 
 
 def _named(hint: Any) -> str:
@@ -164,11 +157,8 @@ def _named(hint: Any) -> str:
         return words[hint]
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_named(kind) for kind in inner if kind is not type(None))
-    if origin is typing.Literal:
-        return f"one of {', '.join(map(repr, inner))}"
     if origin is tuple:
-        if inner[-1] is Ellipsis:
-            return f"a list, each {_named(inner[0])}"
-        return f"a list of {len(inner)}, each {_named(inner[0])}"
-    is_table = origin in (dict, Mapping) or dataclasses.is_dataclass(hint)
+        count = "" if inner[-1] is Ellipsis else f" of {len(inner)}"
+        return f"a list{count}, each {_named(inner[0])}"
+    is_table = origin is dict or dataclasses.is_dataclass(hint)
     return "a table" if is_table else getattr(hint, "__name__", str(hint))

@@ -45,8 +45,8 @@ class FlightRecord:
 
 def current_record(rank: int, step: int, what: str) -> FlightRecord:
     """Return the record of this process now; any thread may ask."""
-    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = traceback.extract_stack(frame) if frame is not None else []
+    frames: Any = sys._current_frames()
+    calls = traceback.extract_stack(frames[threading.main_thread().ident])
     stack = "".join(traceback.format_list(calls))
     entries = collectives()
     groups: dict[str, int] = {}
@@ -56,10 +56,9 @@ def current_record(rank: int, step: int, what: str) -> FlightRecord:
     # What is only posted waits for nobody yet.
     pending = (entry for entry in entries if not entry["retired"] and entry["state"] != "posted")
     waits = next(map(_words, pending), None)
-    if waits is None and calls and any(part in calls[-1].filename for part in _WAITING):
+    if waits is None and any(part in calls[-1].filename for part in _WAITING):
         waits = calls[-1].name.strip("_")
-    here = socket.gethostname(), os.getpid()
-    return FlightRecord(rank, *here, step, what, waits, groups, stack)
+    return FlightRecord(rank, socket.gethostname(), os.getpid(), step, what, waits, groups, stack)
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -74,12 +73,10 @@ def collectives() -> list[dict[str, Any]]:
 
 def num_collectives() -> int:
     """Return a number that changes when this process begins or ends a collective."""
-    dumps = [dump.get("pg_status", {}) for dump in _dumps(includeCollectives=False)]
     names = ("last_enqueued_collective", "last_completed_collective")
-    of_torch = sum(
-        int(status[name]) for dump in dumps for status in dump.values() for name in names
-    )
-    return of_torch + shared_memory.count()
+    dumps = _dumps(includeCollectives=False)
+    groups = [status for dump in dumps for status in dump.get("pg_status", {}).values()]
+    return shared_memory.count() + sum(int(group[name]) for group in groups for name in names)
 
 
 def _dumps(**options: bool) -> list[dict[str, Any]]:

@@ -33,15 +33,6 @@ def join_job() -> None:
     if "RANK" not in given and "WORLD_SIZE" not in given:
         env.set_job_variables(from_slurm(given))
         given = env.job_variables()
-    check_ranks(given)
-
-
-def check_ranks(given: Mapping[str, str]) -> None:
-    """Raise unless ``RANK``, ``WORLD_SIZE`` and the like are complete and fit each other.
-
-    Raises:
-        InputError: they do not.
-    """
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in given and other not in given:
             raise InputError(
@@ -101,8 +92,7 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     _check_below(given, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     names = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-    missing = [name for name in names if name not in given]
-    if missing:
+    if missing := [name for name in names if name not in given]:
         raise InputError(f"srun sets {', '.join(missing)}, and here it is not set")
     tasks, nodes = given["SLURM_STEP_TASKS_PER_NODE"], given["SLURM_STEP_NODELIST"]
     match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", tasks)

@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,6 @@ _CONNECTION = timedelta(minutes=10)
 # After which a process that waits for them tells it.
 _UNTOLD_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
-# Between two questions whether rank 0 is ready.
-_LONGEST_PAUSE = 1.0
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
@@ -97,7 +96,7 @@ class Ranks:
         pause = 0.01
         while not self.store.check([key]):
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, 1.0)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""
@@ -122,7 +121,7 @@ class Ranks:
                 differences.append(f"{name} is {', '.join(places)}")
         if differences:
             raise InputError(
-                f"all processes must be started with the same configuration, data and versions: "
+                "all processes must be started with the same configuration, data and versions: "
                 f"{'; '.join(differences)}"
             )
 
@@ -134,8 +133,7 @@ class Ranks:
         """Return the sums of a tensor on ``device`` over all ranks, without a wait of the host."""
         if self.size == 1:
             return values
-        world = dist.group.WORLD
-        assert world is not None
+        world: Any = dist.group.WORLD
         return collectives.all_reduce(values, world, label="losses").wait()
 
 
@@ -159,18 +157,18 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
     here = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and index < count:
         torch.cuda.set_device(here)
-    problem = _device_problem(device, kind, local, count)
+    place = own_place(here, _device_problem(device, kind, local, count))
     if made:
         env.set_flight_records(_REMEMBERED)
         with _waiting_shown(rank, size):
             store = _store()
-            check(exchange(own_place(here, problem), store, rank, size))
+            check(exchange(place, store, rank, size))
             connect(here, store, rank, size)
     try:
         store = dist.distributed_c10d._get_default_store()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
         if not made:
-            check(exchange(own_place(here, problem), store, ranks.rank, ranks.size))
+            check(exchange(place, store, ranks.rank, ranks.size))
         yield ranks
         failed = False
     finally:
@@ -194,29 +192,22 @@ def _device_problem(device: str, kind: str, local: int, count: int) -> str:
     return ""
 
 
-def connect(
-    device: torch.device,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta | None = None,
-) -> None:
+def connect(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     """Initialise torch.distributed.
 
     NCCL connects now, since it knows the device, and later groups are split from this one. Hosts
     get one group over gloo; the groups of a mesh have none unless something asks for it
     (``host_groups``).
     """
-    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
     if device.type == "cpu":
         dist.init_process_group("gloo", **given)
     elif size == 1:
         dist.init_process_group("cpu:gloo,cuda:nccl", **given)
     else:
         dist.init_process_group("nccl", device_id=device, **given)
-        world = dist.group.WORLD
-        assert world is not None
-        host_groups.register(world, dist.new_group(backend="gloo", timeout=timeout))
+        world: Any = dist.group.WORLD
+        host_groups.register(world, dist.new_group(backend="gloo"))
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -350,6 +341,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    received: list[int] = []
     env.set_threads(max(1, len(host.allowed_cpus()) // processes))
     # A failed process has reported why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -357,13 +349,12 @@ def launch(
     options += [] if env.has_nodes() else ["--standalone"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
-    passing = _Passing(stop_code)
     for number in _STOPS:
-        signal.signal(number, passing)
+        signal.signal(number, partial(_forward_signal, stop_code, received))
     try:
         run(parse_args(options))
-    except _Stopped as stopped:
-        return passing.code(stopped.codes)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         # The agent ends the others by SIGTERM; a process killed otherwise could not report it.
@@ -378,52 +369,38 @@ def launch(
     return 0
 
 
-class _Stopped(BaseException):
-    """The processes were asked to stop, and have ended with these codes."""
+def _forward_signal(
+    stop_code: int, received: list[int], number: int, _: FrameType | None
+) -> NoReturn:
+    """Pass a signal on to the processes, wait until they have ended, and exit.
 
-    def __init__(self, codes: list[int]) -> None:
-        self.codes = codes
-
-
-class _Passing:
-    """Passes signals on to the processes, waits until they have ended, and leaves.
-
-    The agent must not see them end: it would take that for a failure, and restart them.
+    The agent must not see them end: it would take that for a failure, and restart them. Another
+    signal may come while one is handled; ``received`` gets all of them.
     """
+    import psutil
 
-    def __init__(self, stop_code: int) -> None:
-        self.count, self._stop_code = 0, stop_code
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first, or one that comes while another is handled."""
-        import psutil
-
-        self.count += 1
-        codes: list[int] = []
-        alive, deadline = psutil.Process().children(), math.inf
-        for child in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-        while alive:
-            gone, alive = psutil.wait_procs(alive, timeout=1.0)
-            codes += [process.returncode or 0 for process in gone]
-            # One that had not come as far as to note the signal leaves the others without it.
-            if set(codes) - {0, self._stop_code}:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline:
-                for process in alive:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-        raise _Stopped(codes)
-
-    def code(self, codes: list[int]) -> int:
-        """Return the exit code of processes that were asked to stop; tell what they could not."""
-        failed = [code for code in codes if code > 0 and code != self._stop_code]
-        killed = any(code < 0 for code in codes) or not codes
-        if failed or (killed and self.count > 1):
-            return failed[0] if failed else 1
-        if killed:
-            message = "stopped before the first step; the same command starts or resumes it"
-            print(f"fusedops: {message}", file=sys.stderr)
-            return self._stop_code
-        return max(codes)
+    received.append(number)
+    codes: list[int] = []
+    alive, deadline = psutil.Process().children(), math.inf
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+    while alive:
+        gone, alive = psutil.wait_procs(alive, timeout=1.0)
+        codes += [process.returncode or 0 for process in gone]
+        # One that had not come as far as to note the signal leaves the others without it.
+        if set(codes) - {0, stop_code}:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+    failed = [code for code in codes if code > 0 and code != stop_code]
+    killed = any(code < 0 for code in codes) or not codes
+    if failed or (killed and len(received) > 1):
+        raise SystemExit(failed[0] if failed else 1)
+    if killed:
+        message = "stopped before the first step; the same command starts or resumes it"
+        print(f"fusedops: {message}", file=sys.stderr)
+        raise SystemExit(stop_code)
+    raise SystemExit(max(codes))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from fusedops.checkpoint.folder import lock
 from fusedops.launch.config_table import InputError
 
 _LOCK = "lock"
@@ -24,24 +24,20 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         InputError: another run has it, or it cannot be made.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        locked = lock(folder, _LOCK)
+    except BlockingIOError:
+        owner = (folder / _LOCK).read_text(errors="replace").strip()
+        raise InputError(
+            f"another run writes into {folder} ({owner}): wait for it, or choose another out"
+        ) from None
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"cannot write {folder}: {why}; choose another out") from None
-    try:
+    with locked or contextlib.nullcontext():
         if (folder / FAULTS).exists() and not (folder / FAULTS).is_dir():
             raise InputError(f"config: out must have no file of the name {FAULTS}: {folder}")
-        if not _locked(descriptor):
-            owner = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
-            raise InputError(
-                f"another run writes into {folder} ({owner}): wait for it, or choose another out"
-            )
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{_OWNER}{os.getpid()} of {socket.gethostname()}\n".encode(), 0)
+        (folder / _LOCK).write_text(f"{_OWNER}{os.getpid()} of {socket.gethostname()}\n")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -50,14 +46,3 @@ def is_run_folder(folder: Path) -> bool:
         return (folder / _LOCK).read_bytes().startswith(_OWNER.encode())
     except OSError:
         return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Take the file's lock; ``False``: another process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True

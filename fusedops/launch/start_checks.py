@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.elastic.utils.store import synchronize
 
 from fusedops._core import env
 from fusedops.launch.config_table import InputError
@@ -26,7 +28,6 @@ class Place:
     """Where a process runs."""
 
     host: str
-    device_type: str  # "cpu" or "cuda"
     gpu: str  # its identifier; empty on the CPU
     local_ranks: int | None  # processes that the launcher has started on the host, if it says so
     problem: str  # why this process cannot take part; empty if it can
@@ -37,23 +38,17 @@ def own_place(device: torch.device, problem: str) -> Place:
     gpu = ""
     if device.type == "cuda" and not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(socket.gethostname(), device.type, gpu, env.local_ranks(), problem)
+    return Place(socket.gethostname(), gpu, env.local_ranks(), problem)
 
 
 def exchange(place: Place, store: dist.Store, rank: int, size: int) -> list[Place]:
-    """Return the places of all processes; each sends and receives one message."""
+    """Return the places of all processes; rank 0, which has the store, returns as the last."""
     if size == 1:
         return [place]
-    turn = f"{_KEY}/{store.add(f'{_KEY}/turn of {rank}', 1)}"
-    store.set(f"{turn}/{rank}", json.dumps(asdict(place)))
-    if rank == 0:
-        texts = [store.get(f"{turn}/{other}").decode() for other in range(size)]
-        store.set(turn, f"[{', '.join(texts)}]")
-    places = [Place(**fields) for fields in json.loads(store.get(turn))]
-    store.set(f"{turn}/{rank} has read", "")
-    if rank == 0:  # which holds the store: were it gone, the others could not read why
-        store.wait([f"{turn}/{other} has read" for other in range(size)])
-    return places
+    prefix = f"{_KEY}/{store.add(f'{_KEY}/turn of {rank}', 1)}/"
+    text, seconds = json.dumps(asdict(place)), default_pg_timeout.total_seconds()
+    texts = synchronize(store, text.encode(), rank, size, prefix, seconds)
+    return [Place(**json.loads(text)) for text in texts]
 
 
 def check(places: Sequence[Place]) -> None:
@@ -64,15 +59,15 @@ def check(places: Sequence[Place]) -> None:
     """
     if problem := next((place.problem for place in places if place.problem), ""):
         raise InputError(problem)
-    on_cpu = [rank for rank, place in enumerate(places) if place.device_type == "cpu"]
+    on_cpu = [rank for rank, place in enumerate(places) if not place.gpu]
     if 0 < len(on_cpu) < len(places):
         raise InputError(
             f"torch sees no GPU in {shown_ranks(on_cpu)} ({places[on_cpu[0]].host}), and the "
             "others have one: set device to cpu, or see fusedops doctor there"
         )
     if len({place.local_ranks for place in places}) > 1:
-        counts = dict.fromkeys((place.host, place.local_ranks) for place in places)
-        nodes = ", ".join(f"{count} on {host}" for host, count in counts)
+        counts = (f"{place.local_ranks} on {place.host}" for place in places)
+        nodes = ", ".join(dict.fromkeys(counts))
         raise InputError(
             f"every node must have as many processes, got {nodes}: give torchrun the same "
             "--nproc-per-node on all of them"

@@ -63,7 +63,8 @@ class Watchdog:
         if self._seconds:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_of(self._ranks.rank).open("w")
-            self._arm()
+            # A timer of C, which needs no lock of the interpreter, writes all stacks.
+            faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
             for work in (self._check_progress, self._send_heartbeats):
                 self._threads.append(threading.Thread(target=work, daemon=True))
                 self._threads[-1].start()
@@ -78,7 +79,7 @@ class Watchdog:
         for thread in self._threads:
             thread.join(self._period)
         if isinstance(error, RuntimeError) and self._ranks.size > 1:
-            self._save_record(self._current_record(), f"{error}")
+            self._save_record(f"{error}")
         self._stacks.close()
         self._stacks_of(self._ranks.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -94,22 +95,16 @@ class Watchdog:
             checked = now
             if progress != last:
                 last, idle = progress, 0.0
-                self._arm()
+                faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
             elif idle >= self._seconds:
-                self._record = self._current_record()
-                self._save_record(self._record, "hangs, or waits for one that does")
+                self._record = self._save_record("hangs, or waits for one that does")
                 self._stuck.set()
                 if not self._reported.wait(2 * self._grace):
                     rank, folder = self._ranks.rank, self._folder
                     _print_error(
                         f"process {rank} waits in vain, and cannot reach the others: see {folder}"
                     )
-                sys.stderr.flush()
                 os._exit(1)
-
-    def _arm(self) -> None:
-        """Set the timer of C that writes all stacks; it needs no lock of the interpreter."""
-        faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats to the others; when this process is stuck, find the stragglers."""
@@ -147,16 +142,15 @@ class Watchdog:
         """Seconds in which processes that hang together notice it."""
         return max(1.0, 4 * self._period)
 
-    def _current_record(self) -> FlightRecord:
-        return flight_record.current_record(self._ranks.rank, *self._phase)
-
-    def _save_record(self, record: FlightRecord, why: str) -> None:
-        """Write a record and the last collectives into the folder."""
+    def _save_record(self, why: str) -> FlightRecord:
+        """Write what this process does, and its last collectives, into the folder."""
+        record = flight_record.current_record(self._ranks.rank, *self._phase)
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{now}.{env.restarts()}-rank-{record.rank:05d}.json"
         kept = {"why": why, **asdict(record), "collectives": flight_record.collectives()}
         with contextlib.suppress(OSError):  # a full disk must not keep the job from ending
             (self._folder / name).write_text(json.dumps(kept, indent=1))
+        return record
 
     def _stacks_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.stack"
@@ -188,35 +182,31 @@ def find_stragglers(
         slow: those that are without a record, and alive.
     """
     missing = [rank for rank in range(size) if rank not in records]
-    silent = [rank for rank in missing if rank not in slow]
-    if silent:
+    if silent := [rank for rank in missing if rank not in slow]:
         return silent, f"{_named(silent)} silent: stopped, cut off, or holding Python's lock"
     if missing:
         return missing, f"{_named(missing)} still at work, and the others wait"
-    working = [rank for rank, record in records.items() if record.waits is None]
-    if working:
+    if working := [rank for rank, record in records.items() if record.waits is None]:
         places = sorted({f"{records[rank].what} {records[rank].step}" for rank in working})
         return working, f"{_named(working)} hanging in {', '.join(places)}, waiting for nobody"
     most: Counter[str] = Counter()  # the largest number of a collective, by group
     for record in records.values():
         most |= Counter(record.groups)
+    ordered = sorted(records.items())
     behind = [
         rank
-        for rank, record in sorted(records.items())
+        for rank, record in ordered
         if any(number < most[name] for name, number in record.groups.items())
     ]
-    waits = "; ".join(
-        f"process {rank} in {record.waits}" for rank, record in sorted(records.items())
-    )
+    waits = "; ".join(f"process {rank} in {record.waits}" for rank, record in ordered)
     if behind:
         return behind, f"{_named(behind)} behind the others, and all wait: {waits}"
     return [], f"all wait for each other, as where a link is cut: {waits}"
 
 
 def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"process {ranks[0]} is"
-    return f"processes {', '.join(map(str, ranks))} are"
+    numbers = ", ".join(map(str, ranks))
+    return f"process {numbers} is" if len(ranks) == 1 else f"processes {numbers} are"
 
 
 def _values(store: dist.Store, name: str, size: int) -> dict[int, bytes]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusedops._core.spelling import nearest
 from fusedops.models.config import RopeScaling, TransformerConfig
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -46,10 +46,6 @@ TINY: dict[str, TransformerConfig] = {
 }
 
 
-# A name less like another than this is no slip of the keyboard, and has no suggestion.
-_NEAR = 0.65
-
-
 def preset(name: str) -> TransformerConfig:
     """Return a published model by its name, or a tiny one (``tiny-llama``).
 
@@ -68,7 +64,8 @@ def preset(name: str) -> TransformerConfig:
     """
     config = PRESETS.get(name.lower()) or TINY.get(name.lower())
     if config is None:
-        near = difflib.get_close_matches(name.lower(), [*PRESETS, *TINY], n=1, cutoff=_NEAR)
-        hint = f"did you mean {near[0]}? " if near else ""
+        # A name less like another than this is no slip of the keyboard, and has no suggestion.
+        near = nearest(name.lower(), [*PRESETS, *TINY], cutoff=0.65)
+        hint = f"did you mean {near}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}known: {', '.join(PRESETS)}")
     return config

@@ -32,7 +32,7 @@ from fusedops.models import (
 )
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.parallelize import parallelize
-from fusedops.models.vectors import vector_patterns
+from fusedops.nn.vectors import vector_patterns
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides

@@ -180,6 +180,16 @@ def test_two_threads_generate_from_one_model() -> None:
     assert all(module.training for module in model.modules())
 
 
+def test_the_last_of_several_calls_sets_the_model_back() -> None:
+    model = made(TINY["tiny-llama"], dropout=0.1).train()
+    first, second = stream(model, [5], tokens=2), stream(model, [7], tokens=4)
+    assert next(first).reason is None and next(second).reason is None
+    assert [token.reason for token in first] == ["length"]
+    assert not any(module.training for module in model.modules())
+    assert [token.reason for token in second] == [None, None, "length"]
+    assert all(module.training for module in model.modules())
+
+
 DOMAINS: dict[str, Any] = {
     "router": "hash",
     "balance_loss": 0.0,

@@ -11,11 +11,9 @@ import torch
 import fusedops
 from fusedops._core import philox
 from fusedops.generation import Options
-from fusedops.generation.options import Stream
 from fusedops.generation.sampling import draw, uniforms
 from fusedops.models import TINY, Transformer, save_huggingface
 
-CPU = torch.device("cpu")
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 60, "top_p": 0.95, "seed": 3}
 
@@ -64,7 +62,7 @@ def test_a_temperature_next_to_zero_draws_the_likeliest(temperature: float) -> N
 
 def test_draws_are_words_of_philox_at_their_position() -> None:
     seed, prompt, sample, first = (7 << 32) + 9, 5, 2, (1 << 32) - 1
-    found = uniforms([Stream(seed, prompt, sample)], [first], 2, CPU)[0]
+    found = uniforms(torch.tensor([[seed, prompt, sample]]), torch.tensor([first]), 2)[0]
     for position, each in zip((first, first + 1), found.tolist(), strict=True):
         words = position & 0xFFFFFFFF, position >> 32, sample, prompt
         counter = [torch.tensor(word) for word in words]
@@ -80,10 +78,10 @@ def chi_square_probability(observed: torch.Tensor, expected: torch.Tensor, freed
 
 
 def test_each_stream_is_uniform_and_streams_are_not_correlated() -> None:
-    streams = [Stream(3, prompt, sample) for prompt in range(4) for sample in range(3)]
-    streams += [Stream(4, 0, 0), Stream(3 << 32, 0, 0)]
+    streams = [(3, prompt, sample) for prompt in range(4) for sample in range(3)]
+    streams += [(4, 0, 0), (3 << 32, 0, 0)]
     count, bins = 1 << 16, 64
-    draws = uniforms(streams, [7] * len(streams), count, CPU)
+    draws = uniforms(torch.tensor(streams), torch.full((len(streams),), 7), count)
     assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) == draws.numel()
     even = torch.full((bins,), count / bins)
     for stream, each in zip(streams, draws, strict=True):
@@ -95,10 +93,10 @@ def test_each_stream_is_uniform_and_streams_are_not_correlated() -> None:
     pairs = [(0, 0), (1, 0), (0, 1), (1, 1)]
     seeds = range(4096)
     many = [
-        uniforms([Stream(seed, *pair) for seed in seeds], [5] * len(seeds), 1, CPU).flatten()
+        uniforms(torch.tensor([(seed, *pair) for seed in seeds]), torch.full((4096,), 5), 1)
         for pair in pairs
     ]
-    correlation = torch.corrcoef(torch.stack(many)) - torch.eye(len(pairs))
+    correlation = torch.corrcoef(torch.cat(many, 1).T) - torch.eye(len(pairs))
     assert correlation.abs().max() < 5 / len(seeds) ** 0.5
 
 

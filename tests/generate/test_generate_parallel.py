@@ -30,13 +30,18 @@ CALLS: tuple[dict[str, Any], ...] = (
 )
 # Experts that the tokens' ids choose, also on the second stage.
 HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0, "capacity_factor": None}
-KINDS = {"hash": replace(TINY["tiny-pangu-moe"], **HASH)}
+KINDS = {
+    "hash": replace(TINY["tiny-pangu-moe"], **HASH),
+    # Experts on the second of two stages alone.
+    "half": replace(TINY["tiny-mixtral"], moe_layers=1),
+}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-pangu", {"tp": 4}),
     ("tiny-qwen3", {"dp": 2, "tp": 2, "zero": 3}),
     ("tiny-mixtral", {"dp": 2, "tp": 2, "ep": 2}),
     ("tiny-mixtral", {"dp": 2, "ep": 2, "overlap_microbatches": True}),
     ("hash", {"pp": 2}),
+    ("half", {"pp": 2, "tp": 2}),
     ("tiny-llama", {"cp": 2}),
     ("tiny-pangu", {"pp": 2, "tp": 2, "sp": True}),
     ("tiny-llama", {"pp": 2, "pipeline_schedule": "zbv"}),

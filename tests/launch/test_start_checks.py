@@ -16,11 +16,11 @@ from fusedops.launch.config_table import InputError
 from fusedops.launch.start_checks import Place, check, exchange
 from fusedops.parallel.comm import host_groups
 
-GPU_1 = Place("here", "cuda", "GPU-1", 2, "")
+GPU_1 = Place("here", "GPU-1", 2, "")
 FITTING: dict[str, list[Place]] = {
     "two GPUs of a host": [GPU_1, replace(GPU_1, gpu="GPU-2")],
     "equal names of GPUs of two hosts": [GPU_1, replace(GPU_1, host="there")],
-    "the CPU": [replace(GPU_1, device_type="cpu", gpu="")] * 3,
+    "the CPU": [replace(GPU_1, gpu="")] * 3,
 }
 REFUSED: dict[str, tuple[list[Place], str]] = {
     "one GPU twice": (
@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[list[Place], str]] = {
         "ranks 0, 2 have one GPU of here",
     ),
     "a host without a GPU": (
-        [GPU_1, replace(GPU_1, host="there", device_type="cpu", gpu="")],
+        [GPU_1, replace(GPU_1, host="there", gpu="")],
         r"torch sees no GPU in rank 1 \(there\), and the others have one",
     ),
     "unequal hosts": (
@@ -71,9 +71,7 @@ def test_nccl_connects_at_once_and_hosts_have_gloo(monkeypatch: pytest.MonkeyPat
     calls: list[tuple[str, dict[str, Any]]] = []
     world, hosts = object(), object()
     monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: calls.append((kind, how)))
-    monkeypatch.setattr(
-        dist, "new_group", lambda backend, timeout: hosts if backend == "gloo" else None
-    )
+    monkeypatch.setattr(dist, "new_group", lambda backend: hosts if backend == "gloo" else None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     companions: dict[object, object] = {}
     monkeypatch.setattr(host_groups, "_companions", companions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,13 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     for name, what in (("tiny-pangu", "query_layer"), ("tiny-alibi", "alibi")):
         with pytest.raises(UnsupportedError, match=what):
             save_huggingface(Transformer(TINY[name]), tmp_path)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_huggingface(Transformer(TINY["tiny-llama"]), tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UnsupportedError, match="need the package safetensors: pip install"):
+        load_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ LAYOUTS = {
 def live(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Count the bytes of tensors that a thread has read and holds, at most: ``peak`` of a rank."""
     held, peaks = Counter[int](), Counter[int]()
-    get = weights._Files.__getitem__
+    get = weights._Checkpoint._tensor
 
     def read(files: Any, name: str) -> torch.Tensor:
         tensor, rank = get(files, name), dist.get_rank()
@@ -51,7 +51,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         weakref.finalize(tensor, lambda: held.subtract({rank: size}))
         return tensor
 
-    monkeypatch.setattr(weights._Files, "__getitem__", read)
+    monkeypatch.setattr(weights._Checkpoint, "_tensor", read)
     return peaks
 
 

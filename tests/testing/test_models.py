@@ -93,7 +93,7 @@ def test_dropout_draws_what_one_process_does(
             TrainEngine, "_dropout_inputs", lambda self, shards, seed: [{}] * len(shards)
         )
     else:
-        monkeypatch.setattr(batch_partition, "shard_offsets", lambda config, mesh: ShardOffsets())
+        monkeypatch.setattr(batch_partition, "ShardOffsets", lambda **_: ShardOffsets())
     with pytest.raises(AssertionError, match="loss is"):
         testing.replay(case, MODELS["llama"])
 

@@ -28,7 +28,11 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-_SCALING_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+# transformers' names of entries that describe stretched rotations, by ours.
+_SCALING = {
+    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
+    "original_seq_len": "original_max_position_embeddings",
+}
 # Fields whose entry may be null, which means its default.
 _NULLABLE = ("activation", "head_dim", "intermediate_size")
 # Fields on which no size depends.
@@ -134,10 +138,7 @@ def _rotations(values: Values, default_theta: float) -> dict[str, Any]:
         return {"rope_theta": float(theta)}
     if kind != "llama3":
         checks.fail("from_config", "rope_type", "'default' or 'llama3'", checks.shown(kind))
-    scaling = RopeScaling(
-        **{name: float(given[name]) for name in _SCALING_FACTORS},
-        original_seq_len=given["original_max_position_embeddings"],
-    )
+    scaling = RopeScaling(**{ours: given[theirs] for ours, theirs in _SCALING.items()})
     return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 
@@ -169,11 +170,14 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
     if name == "gpt2":
         values["embd_pdrop"] = config.dropout
     if "rotary" in family.shared:
-        scaling = config.rope_scaling
+        scaling = fields["rope_scaling"]
+        if scaling is not None:
+            renamed = {_SCALING[ours]: value for ours, value in scaling.items()}
+            scaling = {"rope_type": "llama3", **renamed}
         values |= {
             # Two entries that every version of transformers reads.
             "rope_theta": config.rope_theta,
-            "rope_scaling": None if scaling is None else _to_scaling(scaling),
+            "rope_scaling": scaling,
             "sliding_window": config.sliding_window,
             "intermediate_size": config.intermediate_size,  # also of dense layers of Qwen3-MoE
         }
@@ -196,11 +200,3 @@ def _family(config: TransformerConfig) -> str:
     if config.qk_norm:
         return "qwen3"
     return "llama" if config.sliding_window is None else "mistral"
-
-
-def _to_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        **{name: getattr(scaling, name) for name in _SCALING_FACTORS},
-        "original_max_position_embeddings": scaling.original_seq_len,
-    }

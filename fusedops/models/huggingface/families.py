@@ -6,21 +6,18 @@ writes both is in ``configs.py`` and ``weights.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusedops.models.config import TransformerConfig
+from fusedops.models.transformer import Transformer
 
 # By our field: the name of an entry that is required, or of another, with its default.
 Entries = dict[str, str | tuple[str, Any]]
 Tensors = list[torch.Tensor]
-
-
-def _same(tensors: Tensors) -> Tensors:
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Row:
 
     ours: tuple[str, ...]  # names in ``Transformer``
     theirs: tuple[str, ...]  # names in a checkpoint
-    read: Callable[[Tensors], Tensors] = _same  # theirs to ours
-    write: Callable[[Tensors], Tensors] = _same  # ours to theirs
+    read: Callable[[Tensors], Tensors] = list  # theirs to ours
+    write: Callable[[Tensors], Tensors] = list  # ours to theirs
     # Name of the one parameter, in our layout, that a loaded transformers model has for all of
     # theirs; ``None``: its parameters are named and divided as in checkpoints
     loaded: str | None = None
@@ -48,139 +45,135 @@ class Family:
     # Entries of which ``Transformer`` computes one value, with that value
     computed: dict[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0  # where a configuration has none
-    rows: Callable[[TransformerConfig], Iterator[Row]]  # the parameters of a configuration
     base: str  # the prefix that checkpoints of the model without its head leave out
+    names: dict[str, str]  # of modules, or of single parameters, by ours; in a layer without prefix
+    layers: str  # the prefix of layers, before their index
+    # Makes a row of our parameters and the name of theirs
+    row: Callable[[tuple[str, ...], str, TransformerConfig], Row]
     unused: tuple[str, ...] = ()  # ends of names that hold nothing that is computed with here
 
+    @property
+    def tied(self) -> tuple[str, str]:
+        """Names of the embedding's and of the head's weight."""
+        return self._name("embedding.tokens.weight"), self._name("head.weight")
 
-def _pairs(ours: str, theirs: str, names: Mapping[str, str], *kinds: str) -> Iterator[Row]:
-    """Yield rows of modules that correspond: our name in a part of the model, and theirs."""
-    for one, other in names.items():
-        for kind in kinds or ("weight", "bias"):
-            yield Row((f"{ours}{one}.{kind}",), (f"{theirs}{other}.{kind}",))
+    def rows(self, config: TransformerConfig) -> Iterator[Row]:
+        """Yield the parameters of a configuration."""
+        ours_of: dict[str, list[str]] = {}
+        for ours, _ in Transformer(config, device="meta").named_parameters():
+            ours_of.setdefault(self._name(ours), []).append(ours)
+        for theirs, several in ours_of.items():
+            yield self.row(tuple(several), theirs, config)
+
+    def _name(self, ours: str) -> str:
+        """Return the name of a parameter of ours."""
+        prefix = ""
+        if ours.startswith("layers."):
+            _, index, ours = ours.split(".", 2)
+            prefix = f"{self.layers}{index}."
+        module, _, kind = ours.rpartition(".")
+        return prefix + (self.names.get(ours) or f"{self.names[module]}.{kind}")
 
 
-def _transposed(tensors: Tensors) -> Tensors:
+def _transposed(tensors: Iterable[torch.Tensor]) -> Tensors:
     return [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]
 
 
-def _split(tensors: Tensors) -> Tensors:
-    """Return query, key and value of GPT-2's one layer, whose weight lies [in, out]."""
-    return _transposed(list(tensors[0].chunk(3, -1)))
+def _gpt2_row(ours: tuple[str, ...], theirs: str, config: TransformerConfig) -> Row:
+    """Return a row; weights lie [in, out], and query, key and value are one layer."""
+    if ".c_" not in theirs:
+        return Row(ours, (theirs,))
+    return Row(
+        ours,
+        (theirs,),
+        lambda tensors: _transposed(tensors[0].chunk(len(ours), -1)),
+        lambda tensors: [torch.cat(_transposed(tensors), -1)],
+    )
 
 
-def _joined(tensors: Tensors) -> Tensors:
-    return [torch.cat(_transposed(tensors), -1)]
-
-
-def _gpt2(config: TransformerConfig) -> Iterator[Row]:
-    tables = {"embedding.tokens": "wte", "embedding.positions": "wpe"}
-    yield from _pairs("", "transformer.", tables, "weight")
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}.", f"transformer.h.{index}."
-        yield from _pairs(ours, theirs, {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"})
-        for kind, letter in (("weight", "w"), ("bias", "b")):
-            three = tuple(f"{ours}attention.{name}.{kind}" for name in ("query", "key", "value"))
-            yield Row(three, (f"{theirs}attn.c_attn.{kind}",), _split, _joined)
-            for one, other in (
-                (f"attention.output.{kind}", "attn.c_proj"),
-                (f"feed_forward.{letter}1", "mlp.c_fc"),
-                (f"feed_forward.{letter}2", "mlp.c_proj"),
-            ):
-                names = (f"{ours}{one}",), (f"{theirs}{other}.{kind}",)
-                yield Row(*names, _transposed, _transposed)
-    yield from _pairs("", "transformer.", {"norm": "ln_f"})
-    if not config.tied:
-        yield from _pairs("", "", {"head": "lm_head"}, "weight")
-
-
-_BERT_TABLES = {
-    "tokens": "word_embeddings",
-    "positions": "position_embeddings",
-    "token_types": "token_type_embeddings",
+_GPT2_NAMES = {
+    "embedding.tokens": "transformer.wte",
+    "embedding.positions": "transformer.wpe",
+    "attention_norm": "ln_1",
+    **{f"attention.{name}": "attn.c_attn" for name in ("query", "key", "value")},
+    "attention.output": "attn.c_proj",
+    "feed_forward_norm": "ln_2",
+    "feed_forward.w1": "mlp.c_fc.weight",
+    "feed_forward.b1": "mlp.c_fc.bias",
+    "feed_forward.w2": "mlp.c_proj.weight",
+    "feed_forward.b2": "mlp.c_proj.bias",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
 }
-_BERT_LAYER = {
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.output": "attention.output.dense",
+
+
+def _bert_row(ours: tuple[str, ...], theirs: str, config: TransformerConfig) -> Row:
+    """Return a row; the bias of an untied head has two names.
+
+    The bias is tied with the words. Untied, transformers 5 computes with the decoder's own, and
+    transformers 4 saved the shared one under the first name alone.
+    """
+    has_twin = ours == ("head.bias",) and not config.tied
+    return Row(ours, (theirs,), twin="cls.predictions.decoder.bias" if has_twin else None)
+
+
+_BERT_NAMES = {
+    "embedding.tokens": "bert.embeddings.word_embeddings",
+    "embedding.positions": "bert.embeddings.position_embeddings",
+    "embedding.token_types": "bert.embeddings.token_type_embeddings",
+    "embedding.norm": "bert.embeddings.LayerNorm",
     "attention_norm": "attention.output.LayerNorm",
+    **{f"attention.{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
+    "attention.output": "attention.output.dense",
     "feed_forward_norm": "output.LayerNorm",
-}
-_BERT_HEAD = {"transform": "transform.dense", "norm": "transform.LayerNorm"}
-
-
-def _bert(config: TransformerConfig) -> Iterator[Row]:
-    yield from _pairs("embedding.", "bert.embeddings.", _BERT_TABLES, "weight")
-    yield from _pairs("embedding.", "bert.embeddings.", {"norm": "LayerNorm"})
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}.", f"bert.encoder.layer.{index}."
-        yield from _pairs(ours, theirs, _BERT_LAYER)
-        for kind, letter in (("weight", "w"), ("bias", "b")):
-            for number, module in (("1", "intermediate.dense"), ("2", "output.dense")):
-                name = f"{ours}feed_forward.{letter}{number}"
-                yield Row((name,), (f"{theirs}{module}.{kind}",))
-    yield from _pairs("head.", "cls.predictions.", _BERT_HEAD)
-    # The bias is tied with the words. Untied, transformers 5 computes with the decoder's own, and
-    # transformers 4 saved the shared one under the first name alone.
-    twin = None if config.tied else "cls.predictions.decoder.bias"
-    yield Row(("head.bias",), ("cls.predictions.bias",), twin=twin)
-    if not config.tied:
-        yield from _pairs("", "cls.predictions.", {"head": "decoder"}, "weight")
-
-
-_LLAMA_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-}
-_QK_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
-_GATED_MLP = {
-    f"feed_forward.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    "feed_forward.w1": "intermediate.dense.weight",
+    "feed_forward.b1": "intermediate.dense.bias",
+    "feed_forward.w2": "output.dense.weight",
+    "feed_forward.b2": "output.dense.bias",
+    "head": "cls.predictions.decoder",
+    "head.bias": "cls.predictions.bias",
+    "head.transform": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
 }
 
 
-def _llama(config: TransformerConfig) -> Iterator[Row]:
-    yield from _pairs("", "model.", {"embedding.tokens": "embed_tokens"}, "weight")
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
-        is_sparse = config.is_sparse(index)
-        names = _LLAMA_LAYER | (_QK_NORMS if config.qk_norm else {})
-        yield from _pairs(ours, theirs, names if is_sparse else names | _GATED_MLP, "weight")
-        if is_sparse:
-            yield from _experts(f"{ours}feed_forward.", theirs, config)
-    yield from _pairs("", "model.", {"norm": "norm"}, "weight")
-    if not config.tied:
-        yield from _pairs("", "", {"head": "lm_head"}, "weight")
-
-
-def _experts(ours: str, theirs: str, config: TransformerConfig) -> Iterator[Row]:
-    """Yield router and experts; a checkpoint has three matrices for each, two families' names."""
-    part, gate, up, down = (
+def _llama_row(ours: tuple[str, ...], theirs: str, config: TransformerConfig) -> Row:
+    """Return a row; a checkpoint has three matrices of each expert, a loaded model two of all."""
+    if not ours[0].endswith((".gate.weight", ".experts.gate_up_proj", ".experts.down_proj")):
+        return Row(ours, (theirs,))
+    block, *matrices = (
         ("mlp", "gate_proj", "up_proj", "down_proj")
         if config.qk_norm
         else ("block_sparse_moe", "w1", "w3", "w2")
     )
-    router, count = f"{theirs}mlp.gate.weight", config.num_experts
-    yield Row((f"{ours}gate.weight",), (f"{theirs}{part}.gate.weight",), loaded=router)
-    experts = [f"{theirs}{part}.experts.{index}" for index in range(count)]
-    yield Row(
-        (f"{ours}experts.gate_up_proj",),
-        tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up)),
+    experts, _, kind = theirs.replace(".mlp.", f".{block}.").rpartition(".")
+    if kind == "weight":
+        return Row(ours, (f"{experts}.weight",), loaded=theirs)
+    chosen, count = matrices[2:] if kind == "down_proj" else matrices[:2], config.num_experts
+    names = [f"{experts}.{i}.{matrix}.weight" for i in range(count) for matrix in chosen]
+    return Row(
+        ours,
+        tuple(names),
         lambda tensors: [torch.cat(tensors).unflatten(0, (count, -1))],
-        lambda tensors: list(tensors[0].flatten(0, 1).chunk(2 * count)),
-        loaded=f"{theirs}mlp.experts.gate_up_proj",
+        lambda tensors: list(tensors[0].flatten(0, 1).chunk(len(names))),
+        loaded=theirs,
     )
-    yield Row(
-        (f"{ours}experts.down_proj",),
-        tuple(f"{expert}.{down}.weight" for expert in experts),
-        lambda tensors: [torch.stack(tensors)],
-        lambda tensors: list(tensors[0].unbind()),
-        loaded=f"{theirs}mlp.experts.down_proj",
-    )
+
+
+_LLAMA_NAMES = {
+    "embedding.tokens": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    **{f"attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    **{f"feed_forward.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    "feed_forward.gate": "mlp.gate",
+    "feed_forward.experts": "mlp.experts",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
 
 
 _GPT2_ENTRIES: Entries = {
@@ -257,8 +250,10 @@ def _like_llama(
         shared={"rotary": True, "norm": "rms", "gated": True, "bias": False, "qk_norm": qk_norm},
         computed={"attention_bias": False, "mlp_bias": False, **computed},
         rope_theta=rope_theta,
-        rows=_llama,
         base="model.",
+        names=_LLAMA_NAMES,
+        layers="model.layers.",
+        row=_llama_row,
         unused=("rotary_emb.inv_freq",),
     )
 
@@ -273,8 +268,10 @@ FAMILIES = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        rows=_gpt2,
         base="transformer.",
+        names=_GPT2_NAMES,
+        layers="transformer.h.",
+        row=_gpt2_row,
         unused=(".attn.bias", ".attn.masked_bias"),
     ),
     "bert": Family(
@@ -286,8 +283,10 @@ FAMILIES = {
             "add_cross_attention": False,
             "position_embedding_type": "absolute",
         },
-        rows=_bert,
         base="bert.",
+        names=_BERT_NAMES,
+        layers="bert.encoder.layer.",
+        row=_bert_row,
         unused=(
             "embeddings.position_ids",
             "pooler.dense.weight",
@@ -322,12 +321,3 @@ FAMILIES = {
         decoder_sparse_step=1,
     ),
 }
-# What a tied head is called where a checkpoint has it all the same.
-TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
-# Names of one tensor where the head is tied.
-TIED = (
-    ("transformer.wte.weight", "lm_head.weight"),
-    ("model.embed_tokens.weight", "lm_head.weight"),
-    ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
-)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.huggingface.configs import config_values, from_config, to_config
-from fusedops.models.huggingface.families import FAMILIES, TIED, TIED_HEADS, Family, Row
+from fusedops.models.huggingface.families import FAMILIES, Family, Row
 from fusedops.models.initialize import local_indices, local_part
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.gathering import ParameterGatherer
@@ -29,6 +30,8 @@ from fusedops.models.transformer import Transformer
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = "model-?????-of-?????.safetensors"
+# Names of one tensor where the head of BERT is tied.
+_BERT_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 
 
 def load_huggingface(
@@ -99,9 +102,9 @@ def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Modul
     """
     with ExitStack() as stack, torch.no_grad():
         ours, checkpoint = _opened(source, stack)
-        for name, value in vars(ours).items():
-            own = getattr(model.config, name)
-            if name in _SHAPING and own != value:
+        for name in _SHAPING:
+            value, own = getattr(ours, name), getattr(model.config, name)
+            if own != value:
                 checks.fail("fill_huggingface", "model", f"of {name} = {value}", own)
         for buffer in model.buffers():
             buffer.zero_()
@@ -117,8 +120,8 @@ def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoi
     if isinstance(source, nn.Module):
         if not hasattr(source, "config"):
             checks.fail("load_huggingface", "source", "a model with a config", "one without")
-        values = config_values(source.config)
-        weights: Mapping[str, torch.Tensor] = source.state_dict()
+        values, weights = config_values(source.config), source.state_dict()
+        names, read = list(weights), weights.__getitem__
     else:
         if not isinstance(source, (str, os.PathLike)):
             checks.fail_type("load_huggingface", "source", "a folder or a model", source)
@@ -126,9 +129,10 @@ def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoi
         if not folder.is_dir():
             expected = "a folder with config.json and safetensors (nothing is downloaded)"
             checks.fail("load_huggingface", "source", expected, repr(str(source)))
-        values, weights = config_values(folder / "config.json"), _Files(folder, stack)
+        values = config_values(folder / "config.json")
+        names, read = _open_folder(folder, stack)
     ours = from_config(values)
-    checkpoint = _Checkpoint(weights, FAMILIES[values["model_type"]])
+    checkpoint = _Checkpoint(names, read, FAMILIES[values["model_type"]])
     if ours.tied:
         checkpoint.check_tied()
     return ours, checkpoint
@@ -232,69 +236,60 @@ def _write_json(folder: Path, name: str, values: dict[str, Any]) -> None:
     os.replace(part, folder / name)
 
 
-class _Files(Mapping[str, torch.Tensor]):
-    """The tensors of a folder, read when they are asked for."""
+def _open_folder(folder: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], torch.Tensor]]:
+    """Return the names of a folder's tensors, and what reads one of them."""
+    package = _safetensors()
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self.stack = folder, stack
-        self.opened: dict[str, Any] = {}
-        self.files = self._names_by_file()
+    @cache
+    def opened(file: str) -> Any:
+        path = folder / file
+        try:
+            return stack.enter_context(package.safe_open(path, framework="pt"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+        except Exception as error:  # what the package raises for a damaged file is its own
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
 
-    def _names_by_file(self) -> dict[str, str]:
-        if (self.folder / _INDEX).exists():
-            try:
-                return json.loads((self.folder / _INDEX).read_bytes())["weight_map"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{self.folder / _INDEX} is no index of weights") from None
-        if (self.folder / _WHOLE).exists():
-            return dict.fromkeys(self._open(_WHOLE).keys(), _WHOLE)
+    if (folder / _INDEX).exists():
+        try:
+            files = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{folder / _INDEX} is no index of weights") from None
+    elif (folder / _WHOLE).exists():
+        files = dict.fromkeys(opened(_WHOLE).keys(), _WHOLE)
+    else:
         raise ValueError(
-            f"load_huggingface: {self.folder} has neither {_WHOLE} nor {_INDEX}; convert other "
-            "files first, with from_pretrained and save_pretrained of transformers"
+            f"load_huggingface: {folder} has neither {_WHOLE} nor {_INDEX}; convert other files "
+            "first, with from_pretrained and save_pretrained of transformers"
         )
 
-    def _open(self, file: str) -> Any:
-        if file not in self.opened:
-            path = self.folder / file
-            try:
-                opened = _safetensors().safe_open(path, framework="pt")
-            except OSError as error:
-                raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-            except Exception as error:  # what the package raises for a damaged file is its own
-                raise ValueError(f"{path} is no safetensors file: {error}") from None
-            self.opened[file] = self.stack.enter_context(opened)
-        return self.opened[file]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        opened = self._open(self.files[name])
+    def read(name: str) -> torch.Tensor:
+        file = opened(files[name])
         try:
-            return opened.get_tensor(name)
+            return file.get_tensor(name)
         except Exception as error:  # as above: the index and the file do not agree, for example
-            path = self.folder / self.files[name]
-            raise ValueError(f"cannot read {name} from {path}: {error}") from None
+            raise ValueError(f"cannot read {name} from {folder / files[name]}: {error}") from None
+
+    return list(files), read
 
 
-def _modern(name: str, prefix: str) -> str:
+def _modern(name: str, prefix: str, head: str) -> str:
     """Return the name that older checkpoints have without base prefix, or with gamma and beta."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(old):
             name = name.removesuffix(old) + new
-    return name if name in TIED_HEADS else f"{prefix}{name}"
+    return name if name == head else f"{prefix}{name}"
 
 
 class _Checkpoint:
     """A checkpoint's tensors by the names of the family's table, however old it is."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], family: Family) -> None:
-        self.weights, self.family = weights, family
-        prefix = "" if any(name.startswith(family.base) for name in weights) else family.base
-        self.names = {_modern(name, prefix): name for name in weights}
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], torch.Tensor], family: Family
+    ) -> None:
+        self._read, self.family = read, family
+        prefix = "" if any(name.startswith(family.base) for name in names) else family.base
+        self.names = {_modern(name, prefix, family.tied[1]): name for name in names}
         self.unread = set(self.names)
 
     def read(self, row: Row) -> list[torch.Tensor]:
@@ -318,7 +313,7 @@ class _Checkpoint:
 
     def check_tied(self) -> None:
         """Raise where what should be one tensor is two unlike ones."""
-        for names in TIED:
+        for names in (self.family.tied, _BERT_BIASES):
             if all(name in self.names for name in names):
                 one, other = map(self._tensor, names)
                 if not torch.equal(one, other.to(one)):
@@ -330,7 +325,7 @@ class _Checkpoint:
 
     def _tensor(self, name: str) -> torch.Tensor:
         self.unread.discard(name)
-        return self.weights[self.names[name]]
+        return self._read(self.names[name])
 
 
 def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) -> None:
@@ -351,8 +346,8 @@ def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) 
             with torch.no_grad():
                 local_part(parameter).copy_(tensor)
     assert not parameters, f"no row of the family's table for {sorted(parameters)}"
-    tied = TIED_HEADS if config.tied else ()
-    left = [name for name in checkpoint.unread if not name.endswith((*family.unused, *tied))]
+    unused = (*family.unused, *family.tied[1:]) if config.tied else family.unused
+    left = [name for name in checkpoint.unread if not name.endswith(unused)]
     if left:
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""
         expected = "a checkpoint of this model alone"

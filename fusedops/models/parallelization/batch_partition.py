@@ -39,9 +39,18 @@ class ProcessPartition(BatchPartition):
     @classmethod
     def of(cls, config: ParallelConfig, mesh: Mesh) -> ProcessPartition:
         """Return the part of this process in a layout."""
-        has_cp = config.cp > 1
+        has_cp, tp = config.cp > 1, mesh.rank("tp")
+        offsets = ShardOffsets(
+            batch_part=mesh.rank("dp"),
+            sequence_part=tp if config.sp else 0,
+            sequence_parts=config.tp if config.sp else 1,
+            head_part=tp,
+            head_parts=config.tp,
+            context_part=mesh.rank("cp"),
+            context_parts=config.cp,
+        )
         return cls(
-            shard_offsets(config, mesh),
+            offsets,
             stage_group=mesh.group("stage"),
             router_group=mesh.group("stage") if config.router_loss == "global" else None,
             tp_group=mesh.group("tp") if config.tp > 1 else None,
@@ -98,20 +107,6 @@ class ProcessPartition(BatchPartition):
         heads = config.num_heads // offsets.head_parts
         scores = offsets.scores(first, heads, tokens * offsets.context_parts)
         return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))
-
-
-def shard_offsets(config: ParallelConfig, mesh: Mesh) -> ShardOffsets:
-    """Return where this rank's tokens and heads are, for dropout as on one process."""
-    tp = mesh.rank("tp")
-    return ShardOffsets(
-        batch_part=mesh.rank("dp"),
-        sequence_part=tp if config.sp else 0,
-        sequence_parts=config.tp if config.sp else 1,
-        head_part=tp,
-        head_parts=config.tp,
-        context_part=mesh.rank("cp"),
-        context_parts=config.cp,
-    )
 
 
 def seeds_of_later_sequences(

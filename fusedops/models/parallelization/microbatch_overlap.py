@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -52,13 +52,8 @@ _IDENTITY = nn.Identity()
 
 # A phase: its name, and what it computes.
 _Step: TypeAlias = tuple[str, Callable[[Any], Any]]
-
-
-class Routed(NamedTuple):
-    """The router's logits of some tokens, and the experts that they chose."""
-
-    logits: torch.Tensor
-    expert_ids: torch.Tensor
+# Of each half the logits of a layer's router, and the experts that its tokens chose.
+_Routed: TypeAlias = dict[Layer, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def overlap_microbatches(model: Transformer) -> None:
@@ -160,12 +155,15 @@ def _run_layers(
     layers: Sequence[Layer], xs: Sequence[torch.Tensor], contexts: Sequence[ForwardContext]
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
     """Return the halves after layers that follow each other, and the sum of auxiliary losses."""
-    routed: dict[Layer, list[Routed]] = {}
+    routed: _Routed = {}
     with _parameters_once(layers), summed(True):
         halves = zip(xs, contexts, (True, False), strict=True)
         phases = [_phases(layers, *half, routed) for half in halves]
         xs = tuple(run_interleaved(phases, lead=_LEAD))
-        losses = [_auxiliary_loss(*of_layer, contexts[0]) for of_layer in routed.items()]
+        losses = []
+        for layer, of_halves in routed.items():
+            logits, expert_ids = map(torch.cat, zip(*of_halves, strict=True))
+            losses.append(layer.auxiliary_loss(logits, expert_ids, contexts[0]))
     present = [loss for loss in losses if loss is not None]
     return xs, sum(present[1:], present[0]) if present else None
 
@@ -175,7 +173,7 @@ def _phases(
     x_BSH: torch.Tensor,
     context: ForwardContext,
     late: bool,
-    routed: dict[Layer, list[Routed]],
+    routed: _Routed,
 ) -> Phases[torch.Tensor]:
     """Run layers on one half; yields where the other half runs a phase."""
     for layer in layers:
@@ -228,13 +226,13 @@ def _experts(
     x_BSH: torch.Tensor,
     context: ForwardContext,
     late: bool,
-    routed: dict[Layer, list[Routed]],
+    routed: _Routed,
 ) -> Phases[torch.Tensor]:
     part: Any = layer.feed_forward
     x_BSH = context.partition.shard_tokens(x_BSH)
     logits, plan = layer.route(x_BSH, context)
     if logits is not None:
-        routed.setdefault(layer, []).append(Routed(logits, plan.expert_ids))
+        routed.setdefault(layer, []).append((logits, plan.expert_ids))
     rows, remote, dispatch = x_BSH.flatten(0, 1), _experts_on_ranks(layer), None
     if remote is not None:
         dispatch = remote.call.start(remote.plain, rows, plan)
@@ -255,14 +253,6 @@ def _experts(
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     return context.partition.gather_tokens(branch_BSH)
-
-
-def _auxiliary_loss(
-    layer: Layer, halves: Sequence[Routed], context: ForwardContext
-) -> torch.Tensor | None:
-    """Return the router's loss over the tokens of both halves."""
-    logits, expert_ids = (torch.cat(tensors) for tensors in zip(*halves, strict=True))
-    return layer.auxiliary_loss(logits, expert_ids, context)
 
 
 @contextmanager

@@ -148,14 +148,11 @@ def sum_gradients(module: Any, mesh: DeviceMesh) -> nn.Module:
 
 def shard_positions(table: Any, mesh: DeviceMesh) -> nn.Module:
     """Replicate a table that is indexed by token, and look up this rank's tokens only."""
+    group = mesh.get_group()
     allreduce_gradients(table, mesh)
-    table.register_forward_pre_hook(partial(_shard_indices, mesh.get_group()))
+    # Of indices ``[..., S]`` those of this rank's tokens, ``[..., s]``.
+    table.register_forward_pre_hook(lambda _, args: (local_chunk(args[0], group, -1),))
     return table
-
-
-def _shard_indices(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
-    """Return the indices of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
-    return (local_chunk(args[0], group, -1),)
 
 
 class VocabParallelHead(Head):

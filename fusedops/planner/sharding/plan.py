@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fusedops._core import checks
-from fusedops.models.vectors import pattern_of
+from fusedops.nn.vectors import pattern_of
 from fusedops.planner.sharding.cost import COLLECTIVES, Placements
 from fusedops.planner.sharding.run import TracedModel, apply_placements
 from fusedops.terminal.sizes import show_bytes, show_count

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
-from fusedops.models.vectors import pattern_of
+from fusedops.nn.vectors import pattern_of
 from fusedops.planner.sharding.cost import Placements, StepCost
 from fusedops.planner.sharding.evaluate import Evaluator, WalkState
 from fusedops.planner.sharding.trace import GraphStep, ValueRef, short_name

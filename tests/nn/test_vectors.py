@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedops.models import PRESETS, TINY, TrainEngine, Transformer, preset
-from fusedops.models.vectors import vector_patterns
+from fusedops.nn.vectors import vector_patterns
 from fusedops.train import builder
 from fusedops.train.config import Config, DataConfig
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fusedops.nn import MoE
+from fusedops.nn.moe import MoE
 
 
 def vector_patterns(model: nn.Module) -> tuple[str, ...]:
@@ -20,10 +20,10 @@ def vector_patterns(model: nn.Module) -> tuple[str, ...]:
         model: any module, sharded or not.
 
     Example:
-        >>> from fusedops.models import Transformer, preset
-        >>> from fusedops.models.vectors import vector_patterns
-        >>> vector_patterns(Transformer(preset("tiny-llama"), device="meta"))
-        ('layers.*.attention_norm.weight', 'layers.*.feed_forward_norm.weight', 'norm.weight')
+        >>> from torch import nn
+        >>> from fusedops.nn.vectors import vector_patterns
+        >>> vector_patterns(nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9)))
+        ('*.bias', '1.weight')
     """
     experts = {
         parameter
