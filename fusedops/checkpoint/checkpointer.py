@@ -86,7 +86,13 @@ class Checkpointer:
         checks.module(_OP, model)
         self.root = Path(root)
         self.keep = keep
-        self._state = tensors.State(model, _optimizers(optimizer))
+        optimizers = (
+            (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        )
+        for given in optimizers:
+            if not isinstance(given, torch.optim.Optimizer):
+                checks.fail_type(_OP, "optimizer", "a torch.optim.Optimizer", given)
+        self._state = tensors.State(model, optimizers)
         self._stateful: dict[str, Any] = {}
         self.add(**stateful)
         self._ranks = CheckpointRanks(group)
@@ -96,7 +102,7 @@ class Checkpointer:
         self._unconfirmed: Path | None = None  # the last one that was saved or loaded
         self._confirms = False  # whether to confirm that one after its write
         self._writer: threading.Thread | None = None
-        self._failure = ""  # why the last write failed, until it is raised
+        self._failure: CheckpointError | None = None  # of that thread, until it is raised
 
     def add(self, **stateful: Any) -> None:
         """Also save and load these, as those given to the constructor.
@@ -143,31 +149,25 @@ class Checkpointer:
         with ranks.raising(TypeError):
             states = {name: owner.state_dict() for name, owner in self._stateful.items()}
             own_file = rank_file.packed(step, data, extra, states, self._state.groups())
-        places: list[tuple[Path, Path]] = []
 
-        def begin() -> None:
-            if ranks.rank == 0:
-                self._lock = self._lock or folders.lock(self.root)
-                places.append(folders.begin(self.root, step))
+        def begin() -> Path:
+            self._lock = self._lock or folders.lock(self.root)
+            return folders.begin(self.root, step)
 
-        problem = ranks.attempt(begin)
+        problem, folder = ranks.first(begin)
         if problem is not None:
-            raise CheckpointError(self._not_written(step, problem))
-        partial, final = ranks.from_first(places)[0]
+            raise self._not_written(step, problem)
         content = self._state.content()
-        if not block:
-            content = tensors.copied(content)
-        job = writer.WriteJob(step, partial, final, content, own_file)
         if block:
-            self._write(job)
-            self._raise_failure()
+            self._write(folder, content, own_file)
         else:
+            args = (folder, tensors.copied(content), own_file)
             self._writer = threading.Thread(
-                target=self._write_async, args=(job,), name="fusedops-checkpoint"
+                target=self._write_async, args=args, name="fusedops-checkpoint"
             )
             self._writer.start()
-        self.last_step, self._unconfirmed = step, final
-        return final
+        self.last_step, self._unconfirmed = step, folder
+        return folder
 
     def wait(self) -> None:
         """Wait for what is being written.
@@ -180,7 +180,9 @@ class Checkpointer:
             self._writer = None
         if self._confirms:
             self._confirm()
-        self._raise_failure()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def confirm(self) -> None:
         """Record that training goes well with the state that was last saved or loaded.
@@ -271,10 +273,10 @@ class Checkpointer:
         """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
         for folder in candidates:
-            problem, record = reader.verify(folder, self._ranks)
+            problem = reader.verify(folder, self._ranks)
             if problem is None:
                 restored = reader.restore(
-                    folder, record, passed_over, self._state, self._stateful, self._ranks
+                    folder, passed_over, self._state, self._stateful, self._ranks
                 )
                 self.last_step, self._unconfirmed = restored.step, folder
                 return restored
@@ -310,39 +312,26 @@ class Checkpointer:
             if kind is None:
                 raise  # else what ended the run is the cause, and this was logged
 
-    def _write(self, job: writer.WriteJob) -> None:
-        """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
-        problem = writer.write(job, self._ranks)
+    def _write(self, folder: Path, content: dict[str, Any], own_file: bytes) -> None:
+        """Write a checkpoint, on all ranks; raise if it could not be written."""
+        problem = writer.write(folder, content, own_file, self._ranks)
         if problem is not None:
-            self._failure = self._not_written(job.step, problem)
-        elif self._ranks.rank == 0:
+            raise self._not_written(folders.step_of(folder), problem)
+        if self._ranks.rank == 0:
             folders.keep_last(self.root, self.keep, self._damaged)
 
-    def _write_async(self, job: writer.WriteJob) -> None:
+    def _write_async(self, folder: Path, content: dict[str, Any], own_file: bytes) -> None:
         """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
-            self._write(job)
+            self._write(folder, content, own_file)
+        except CheckpointError as error:
+            self._failure = error
         except Exception as error:
-            self._failure = self._not_written(job.step, reason(error))
-        if self._failure and self._ranks.rank == 0:
+            self._failure = self._not_written(folders.step_of(folder), reason(error))
+        if self._failure is not None and self._ranks.rank == 0:
             _log.warning("%s", self._failure)  # before wait raises it
 
-    def _not_written(self, step: int, problem: str) -> str:
+    def _not_written(self, step: int, problem: str) -> CheckpointError:
         good = [folder for folder in folders.checkpoints(self.root) if folder not in self._damaged]
         last = f"the last good one is {good[0]}" if good else "there is none before it"
-        return f"the checkpoint of step {step} was not written: {problem}; {last}"
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, ""
-        if failure:
-            raise CheckpointError(failure)
-
-
-def _optimizers(
-    given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-) -> tuple[torch.optim.Optimizer, ...]:
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            checks.fail_type(_OP, "optimizer", "a torch.optim.Optimizer", optimizer)
-    return optimizers
+        return CheckpointError(f"the checkpoint of step {step} was not written: {problem}; {last}")

@@ -25,12 +25,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from fusedops.runtime.file_lock import try_lock
+
 MANIFEST = "manifest.json"
 _CONFIRMED = "confirmed"
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _PARTIAL, _REMOVED, _LOCK = ".partial-", ".removed-", ".lock"
-_BLOCK = 1 << 22
 
 
 class Damaged(Exception):
@@ -57,11 +58,16 @@ def _order(folder: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def begin(root: Path, step: int) -> tuple[Path, Path]:
-    """Return an empty folder to write into, and its final path; remove leftovers of dead writers.
+def partial(folder: Path) -> Path:
+    """Return the folder into which a checkpoint is written before it is complete."""
+    return folder.with_name(f"{_PARTIAL}{folder.name}")
 
-    A step that is saved again gets the next number as its suffix: the older checkpoint stays until
-    the new one is complete.
+
+def begin(root: Path, step: int) -> Path:
+    """Return the path of a new checkpoint, and make its ``partial`` folder, which is empty.
+
+    Leftovers of dead writers are removed. A step that is saved again gets the next number as its
+    suffix: the older checkpoint stays until the new one is complete.
 
     Raises:
         OSError: the folder cannot be created.
@@ -71,33 +77,30 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
         if path.name.startswith((_PARTIAL, _REMOVED)):
             shutil.rmtree(path, ignore_errors=True)
     again = [_order(folder)[1] + 1 for folder in checkpoints(root) if step_of(folder) == step]
-    final = root / f"step-{step:010d}.{max(again, default=0)}"
-    partial = root / f"{_PARTIAL}{final.name}"
-    partial.mkdir()
-    return partial, final
+    folder = root / f"step-{step:010d}.{max(again, default=0)}"
+    partial(folder).mkdir()
+    return folder
 
 
-def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
-    """Write the manifest and rename the folder to its final name: the checkpoint then exists.
+def commit(folder: Path, record: dict[str, Any]) -> None:
+    """Write the manifest and rename the partial folder: the checkpoint then exists.
 
-    Every file in ``partial`` was flushed; ``record`` is what the manifest says, ``files`` included.
+    Every file in it was flushed; ``record`` is what the manifest says, ``files`` included.
 
     Raises:
         OSError: the checkpoint does not exist then.
     """
     document = {"sha256": _digest(record), "record": record}
-    write(partial / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
-    _flush_folder(partial)
-    partial.rename(final)
-    _flush_folder(final.parent)
+    write(partial(folder) / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
+    _flush(partial(folder))
+    partial(folder).rename(folder)
+    _flush(folder.parent)
 
 
 def write(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    _flush(path)
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -180,32 +183,17 @@ def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
             has_confirmed |= protected
 
 
-def discard(partial: Path) -> None:
-    """Remove a partial folder."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def lock(root: Path) -> IO[bytes] | None:
+def lock(root: Path) -> IO[bytes]:
     """Return an exclusively locked file; closing it, or the end of the process, unlocks it.
-
-    ``None`` where the file system knows no locks.
 
     Raises:
         BlockingIOError: another process writes checkpoints here.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return None
     root.mkdir(parents=True, exist_ok=True)
     file = (root / _LOCK).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not try_lock(file.fileno()):
         file.close()
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise BlockingIOError(error.errno, "another process saves checkpoints here") from None
-        return None
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process saves checkpoints here")
     return file
 
 
@@ -231,18 +219,13 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk; Windows has no such call."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

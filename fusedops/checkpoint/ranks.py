@@ -33,13 +33,19 @@ class CheckpointRanks:
         """Return the problems of all ranks, ``None`` where no rank has one."""
         return self._joined(gather_errors(problem, self.group)) or None
 
-    def attempt(self, action: Callable[[], object]) -> str | None:
-        """Return why an action failed on some rank, ``None`` where it failed on none."""
+    def attempt(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
+        """Return why an action failed on some rank (``None``: on none), and all ranks' results."""
+        problem = result = None
         try:
-            action()
+            result = action()
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
-            return self.agree(reason(error))
-        return self.agree(None)
+            problem = reason(error)
+        return self.agree(problem), self.gather(result)
+
+    def first(self, action: Callable[[], Any]) -> tuple[str | None, Any]:
+        """Return why an action of the first rank failed, if it did, and its result."""
+        problem, results = self.attempt(action if self.rank == 0 else lambda: None)
+        return problem, results[0]
 
     def raising(self, kind: type[Exception]) -> AbstractContextManager[None]:
         """Raise an error of this kind in the block on all ranks; the block must not communicate."""

@@ -61,24 +61,19 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
     return None
 
 
-def verify(folder: Path, ranks: CheckpointRanks) -> tuple[str | None, dict[str, Any]]:
-    """Return why a checkpoint is damaged, ``None`` if it is not, and its manifest.
-
-    Each rank reads a share of the files.
-    """
-    reason, record = None, {}
+def verify(folder: Path, ranks: CheckpointRanks) -> str | None:
+    """Return why a checkpoint is damaged, ``None`` if it is not; each rank reads some files."""
+    reason = None
     try:
         record = folders.manifest(folder)
-        names = sorted(record["files"])
-        folders.verify(folder, record, names[ranks.rank :: ranks.size])
+        folders.verify(folder, record, sorted(record["files"])[ranks.rank :: ranks.size])
     except folders.Damaged as error:
         reason = str(error)
-    return ranks.agree(reason), record
+    return ranks.agree(reason)
 
 
 def restore(
     folder: Path,
-    record: dict[str, Any],
     passed_over: list[tuple[Path, str]],
     state: State,
     stateful: dict[str, Any],
@@ -89,19 +84,20 @@ def restore(
     Raises:
         ValueError: it is of another model or optimizer.
     """
+    record = folders.manifest(folder)
     saved = record["ranks"]
     own = rank_file.read(folder, ranks.rank if ranks.rank < saved else 0)
     missing = sorted(stateful.keys() - own["stateful"].keys())
     names = {name for names in ranks.gather(state.names()) for name in names}
     with ranks.raising(ValueError):
-        loading = state.prepare(folder, names, own["groups"])
+        content = state.prepare(folder, names, own["groups"])
         if missing:
             has = ", ".join(sorted(own["stateful"])) or "none"
             raise ValueError(
                 f"{folder} has no state of {', '.join(missing)}; in addition to model and "
                 f"optimizer it has {has}"
             )
-    state.load(loading, ranks.group)
+    state.load(folder, content, own["groups"], ranks.group)
     for name, target in stateful.items():
         target.load_state_dict(own["stateful"][name])
     if ranks.rank < saved:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from fusedops.launch.config_table import InputError
+from fusedops.runtime.file_lock import try_lock
 
 _LOCK = "lock"
 _OWNER = "process "  # how the lock begins
@@ -32,7 +32,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     try:
         if (folder / FAULTS).exists() and not (folder / FAULTS).is_dir():
             raise InputError(f"config: out must have no file of the name {FAULTS}: {folder}")
-        if not _locked(descriptor):
+        if not try_lock(descriptor):
             owner = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
             raise InputError(
                 f"another run writes into {folder} ({owner}): wait for it, or choose another out"
@@ -50,14 +50,3 @@ def is_run_folder(folder: Path) -> bool:
         return (folder / _LOCK).read_bytes().startswith(_OWNER.encode())
     except OSError:
         return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Take the file's lock; ``False``: another process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
