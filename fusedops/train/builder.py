@@ -44,7 +44,7 @@ from fusedops.train.config import Config, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
-from fusedops.train.observe import MemoryRecording, recording, snapshot_when_exhausted
+from fusedops.train.observe import MemoryRecording, make_recorder, snapshot_when_exhausted
 from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
@@ -67,8 +67,7 @@ class Run:
     metrics: Metrics | None  # where figures go; ``None`` on all ranks but the first
     flops: float  # of a token, forward and backward
     peak: float  # operations a second that all devices reach; a faster step raises it
-    corpus: str  # identity of the tokens
-    facts: Mapping[str, Any]  # what else the steps depend on, for the run that resumes
+    description: Mapping[str, Any]  # what its checkpoints say of it (``resume.description``)
     precision: str  # what is computed in which dtype, and why, in a line
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on
@@ -126,8 +125,17 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         parallel = build_parallel_model(config, sizes, ranks)
         optimizer = _build_optimizer(config, parallel, ranks)
         scale = LossScale(config.precision)
-        checkpointer, guard = _build_checkpointer(config, parallel, optimizer, scale, resources)
+        folder, keep = out / "checkpoints", config.checkpoint.keep
+        checkpointer = Checkpointer(folder, parallel.model, optimizer, keep=keep, scale=scale)
+        resources.enter_context(checkpointer)
+        if isinstance(optimizer, OffloadedAdamW):
+            resources.callback(optimizer.close)
+        guard = Guard(checkpointer, **asdict(config.guard))
+        checkpointer.add(guard=guard)
         train, validation = _sequences(corpus, config)
+        peak = config.log.peak_tflops * 1e12 or metrics.peak_flops(
+            ranks.device, precision.dtype(config.precision.compute)
+        )
         run = Run(
             config=config,
             ranks=ranks,
@@ -140,9 +148,8 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             guard=guard,
             metrics=None,
             flops=metrics.flops_per_token(sizes, config.data.seq_len),
-            peak=_peak(config, ranks),
-            corpus=corpus.identity,
-            facts=resume.facts(corpus, sizes, parallel.config),
+            peak=ranks.total(peak)[0],
+            description=resume.description(config, sizes, corpus, parallel.config),
             precision=precision_line,
         )
         if config.validation.sequences and run.validation is None:
@@ -153,7 +160,7 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             if ranks.rank == 0:
                 run.metrics = Metrics(out, step=run.step, loggers=make_loggers(config, run.step))
                 resources.callback(run.metrics.close)
-        run.recorder = resources.enter_context(recording(config, parallel, ranks))
+        run.recorder = make_recorder(config, parallel, ranks, resources)
         if config.log.memory_step:
             memory = StepMemory(parallel.model, optimizer)
             run.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
@@ -214,24 +221,6 @@ def _build_arena(parallel: TrainEngine) -> StepArena:
         return use_arena(parallel.model)
     except checks.UnsupportedError as error:
         raise InputError(f"config: arena = true is not possible: {error}") from None
-
-
-def _build_checkpointer(
-    config: Config,
-    parallel: TrainEngine,
-    optimizer: AdamW,
-    scale: LossScale,
-    resources: contextlib.ExitStack,
-) -> tuple[Checkpointer, Guard]:
-    """Return the checkpointer and the guard, whose states are in checkpoints."""
-    folder, keep = Path(config.out) / "checkpoints", config.checkpoint.keep
-    checkpointer = Checkpointer(folder, parallel.model, optimizer, keep=keep, scale=scale)
-    resources.enter_context(checkpointer)
-    if isinstance(optimizer, OffloadedAdamW):
-        resources.callback(optimizer.close)
-    guard = Guard(checkpointer, **asdict(config.guard))
-    checkpointer.add(guard=guard)
-    return checkpointer, guard
 
 
 def _make_export(config: Config) -> None:
@@ -369,19 +358,11 @@ def _sequences(corpus: corpora.Corpus, config: Config) -> tuple[Sequences, Seque
     return train, Sequences(corpus.validation, data.seq_len, domains=of_validation, **given)
 
 
-def _peak(config: Config, ranks: Ranks) -> float:
-    """Return the operations a second of all devices together."""
-    given = config.log.peak_tflops * 1e12
-    mine = given or metrics.peak_flops(ranks.device, precision.dtype(config.precision.compute))
-    return ranks.total(mine)[0]
-
-
 def _resume(run: Run) -> None:
     restored, notes = resume.load_last_good(run.checkpointer)
     if restored is None:
         return
-    model: Any = run.parallel.model
-    resume.check_model(restored.extra, model.config)
+    resume.check_model(restored.extra, run.description)
     run.resume_from(restored)
-    notes += resume.changes(restored, run.config, model.config, run.corpus, run.facts)
+    notes += resume.changes(restored.step, restored.extra, run.description)
     run.notes = (*run.notes, *notes)

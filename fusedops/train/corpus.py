@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import glob
 import hashlib
 import json
@@ -31,7 +32,6 @@ TOKENS = ".bin"
 _VERSION = 5
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _log = logging.getLogger(__name__)
-_DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 _CACHED = re.compile(r"tokens-[0-9a-f]{16}\.(bin|json|\d+\.part)")
 _FILES_AT_ONCE = 64
 _SCAN = 1 << 24
@@ -151,7 +151,7 @@ def _open(
             )
         if data.domains:
             raise InputError("data.domains must be false for a file of tokens, which has no files")
-        dtype, path = _DTYPES[data.token_dtype], files[0]
+        dtype, path = getattr(torch, data.token_dtype), files[0]
         identity = _sampled(path)
     else:
         tokenizer = tokenizer_of(data)
@@ -225,13 +225,13 @@ def _inside(folder: Path) -> list[Path]:
 
 def _matching(pattern: str, root: Path) -> list[Path]:
     """Return the files of a pattern, without caches of tokens and runs' folders below ``root``."""
+
+    @functools.cache
+    def is_of_run(folder: Path) -> bool:
+        return root in folder.parents and (is_run_folder(folder) or is_of_run(folder.parent))
+
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    folders = {path.parent for path in paths}
-    above = {folder: [folder, *folder.parents] for folder in folders}
-    runs = {place for places in above.values() for place in places if root in place.parents}
-    runs = {place for place in runs if is_run_folder(place)}
-    kept = {folder for folder in folders if runs.isdisjoint(above[folder])}
-    files = [path for path in paths if path.parent in kept and path.is_file()]
+    files = [path for path in paths if path.is_file() and not is_of_run(path.parent)]
     return [file for file in files if not _CACHED.fullmatch(file.name)]
 
 

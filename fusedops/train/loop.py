@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -218,15 +217,7 @@ def _save(run: Run, *, finite: bool, last: bool) -> None:
 
     One that cannot be written is logged, and the next is tried; without the last one the run fails.
     """
-    model: Any = run.parallel.model
-    extra = {
-        "corpus": run.corpus,
-        "config": asdict(run.config),
-        "model": asdict(model.config),
-        "facts": run.facts,
-        "finite": finite,
-        "skipped": run.skipped,
-    }
+    extra = {**run.description, "finite": finite, "skipped": run.skipped}
     with contextlib.suppress(CheckpointError):  # the checkpointer has logged it
         run.checkpointer.wait()  # for the one before
     try:

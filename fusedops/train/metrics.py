@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,5 +162,4 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: on the GPU, or on the host without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

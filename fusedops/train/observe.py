@@ -26,29 +26,29 @@ _HISTORY = 200_000
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "data"}
 
 
-@contextlib.contextmanager
-def recording(config: Config, parallel: TrainEngine, ranks: Ranks) -> Iterator[StepRecorder | None]:
+def make_recorder(
+    config: Config, parallel: TrainEngine, ranks: Ranks, resources: contextlib.ExitStack
+) -> StepRecorder | None:
     """Make the recorder of a run; ``None`` if ``log.timings`` is 0. All ranks call this together.
 
     The first rank writes the rows of all ranks, and a warning and a line of ``findings.jsonl`` for
-    each finding.
+    each finding. ``resources`` closes both.
     """
     every = config.log.timings
     if not every:
-        yield None
-        return
+        return None
     layout = parallel.config
     sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep")}
     shape = RunShape(sizes, device=ranks.device.type)
     mesh = parallel.mesh
     names = {} if mesh is None else {kind: mesh.group(n).group_name for kind, n in _GROUPS.items()}
-    with contextlib.ExitStack() as resources:
-        watch = RunWatch(config.out, shape) if ranks.rank == 0 else None
-        if watch is not None:
-            resources.callback(watch.close)
-        handler = None if watch is None else watch.look
-        with StepRecorder(shape, groups=names, every=every, handler=handler) as recorder:
-            yield recorder
+    handler = None
+    if ranks.rank == 0:
+        watch = RunWatch(config.out, shape)
+        resources.callback(watch.close)
+        handler = watch.look
+    recorder = StepRecorder(shape, groups=names, every=every, handler=handler)
+    return resources.enter_context(recorder)
 
 
 def token_pairs(batch: TokenBatch) -> float:
