@@ -20,8 +20,6 @@ from fusedops.models import ParallelConfig
 SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
-TOKEN_DTYPES = ("uint16", "int32", "int64")
-TEXT_ERRORS = ("strict", "skip", "replace")
 # A factor that is no power of two would change the bits of all gradients.
 LEAST_LOSS_SCALE, _MOST_LOSS_SCALE = 2.0**-14, 2.0**32
 
@@ -50,8 +48,8 @@ class DataConfig:
             expected = f"as many as train, {len(self.train)}, with domains"
             checks.fail("data", "validation", expected, len(self.validation))
         checks.integer("data", "seq_len", self.seq_len, least=1)
-        checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
-        checks.choice("data", "errors", self.errors, TEXT_ERRORS)
+        checks.choice("data", "token_dtype", self.token_dtype, ("uint16", "int32", "int64"))
+        checks.choice("data", "errors", self.errors, ("strict", "skip", "replace"))
         if not 0 <= self.validation_share < 1:
             checks.fail("data", "validation_share", "in [0, 1)", self.validation_share)
 

@@ -19,7 +19,7 @@ from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.tensor.layers import local
-from fusedops.train import metrics
+from fusedops.train import metrics, resume
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.export import export
@@ -87,7 +87,7 @@ def _loop(
         began = time.perf_counter()
         with collectives.recorded() as log, _timed(run, log):
             with run.planned_memory():
-                with run.recorded_memory():
+                with run.memory.step(run.step + 1):
                     losses = backward(run)
                 with run.section("optimizer"):
                     result = update(run, losses, stop=stop.asked)
@@ -132,7 +132,8 @@ def _loop(
         )
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
-        export(run.parallel, config, first=run.ranks.rank == 0)
+        has_tokenizer = resume.has_tokenizer(run.description)
+        export(run.parallel, config, first=run.ranks.rank == 0, has_tokenizer=has_tokenizer)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 
@@ -167,18 +168,14 @@ def _fault(run: Run, losses: Sequence[float], *, done: bool) -> str:
     A step that was skipped alone is usual: the loss scale of float16 has grown too far, or a batch
     was bad. If the run ends with several, nothing says that it would have recovered.
     """
-    if not _has_finite_weights(run) or not all(map(math.isfinite, losses)):
+    parameters = run.parallel.model.parameters()
+    finite = torch.stack([torch.isfinite(local(param).detach()).all() for param in parameters])
+    spoilt_ranks = run.ranks.total(float(not finite.all()))[0]
+    if spoilt_ranks or not all(map(math.isfinite, losses)):
         return "a loss or weights that are not finite"
     if done and run.skipped >= min(_SKIPPED_AT_THE_END, run.config.steps):
         return f"{run.skipped} skipped steps, whose loss or gradients were not finite"
     return ""
-
-
-def _has_finite_weights(run: Run) -> bool:
-    """Return whether all weights are finite, on all ranks."""
-    parameters = run.parallel.model.parameters()
-    finite = [torch.isfinite(local(parameter).detach()).all() for parameter in parameters]
-    return run.ranks.total(float(not torch.stack(finite).all()))[0] == 0
 
 
 def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str, Any]:

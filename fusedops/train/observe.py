@@ -66,7 +66,8 @@ class MemoryRecording:
 
     Args:
         out: folder of the run.
-        step: the first step that may be recorded; the one before it is used to find the layers.
+        step: the first step that may be recorded; the one before it is used to find the layers. 0:
+            none is recorded.
         rank: of this process.
         memory: of the model.
     """
@@ -78,7 +79,7 @@ class MemoryRecording:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the forward and backward of a step if its turn has come."""
-        if self._memory.report is not None or number < self._from - 1:
+        if not self._from or self._memory.report is not None or number < self._from - 1:
             yield
         elif not self._prepared:
             with self._memory.prepare():

@@ -32,6 +32,7 @@ _ONLY_IN_TRAINING = (
     # Generation drops no token, whatever the capacity.
     *("initializer_range", "pad_token_id", "capacity_factor", "drop_policy"),
 )
+_VOCABULARY = "vocabulary of the tokenizer"
 # Fields that follow from the shapes and names of parameters, which loading compares.
 _IN_SHAPES = ("num_kv_heads", "head_dim", "moe_layers", "seq_len")
 
@@ -81,7 +82,7 @@ def description(
     """
     names = [] if corpus.domains[0] is None else corpus.domains[0].of_files.tolist()
     facts: dict[str, Any] = {
-        "vocabulary of the tokenizer": corpus.vocab_size,
+        _VOCABULARY: corpus.vocab_size,
         "end of a text": corpus.end,
         "digest of the domains": hashlib.sha256(repr(names).encode()).hexdigest()[:8],
     }
@@ -94,6 +95,11 @@ def description(
         "model": asdict(model),
         "facts": facts | versions(),
     }
+
+
+def has_tokenizer(description: Mapping[str, Any]) -> bool:
+    """Return whether a run knows what its tokens mean; a file of tokens alone does not say it."""
+    return description["facts"][_VOCABULARY] is not None
 
 
 def check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -187,9 +187,7 @@ def test_a_resumed_run_tells_of_other_tokenizers_domains_and_layouts() -> None:
         (change,) = resume.changes(0, saved, own)
         assert change.startswith(f"changed since the run was saved: {name}")
     without = replace(model, capacity_factor=None)
-    layouts = [
-        resume.description(run, without, corpus, ParallelConfig(dp=size)) for size in (1, 2)
-    ]
+    layouts = [resume.description(run, without, corpus, ParallelConfig(dp=size)) for size in (1, 2)]
     assert layouts[0] == layouts[1]
 
 
