@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,8 +101,8 @@ class Checkpointer:
         self.last_step: int | None = None
         self._unconfirmed: Path | None = None  # the last one that was saved or loaded
         self._confirms = False  # whether to confirm that one after its write
-        self._writer: threading.Thread | None = None
-        self._failure: CheckpointError | None = None  # of that thread, until it is raised
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedops-checkpoint")
+        self._writing: Future[None] | None = None  # what the thread writes or has written
 
     def add(self, **stateful: Any) -> None:
         """Also save and load these, as those given to the constructor.
@@ -161,11 +161,8 @@ class Checkpointer:
         if block:
             self._write(folder, content, own_file)
         else:
-            args = (folder, tensors.copied(content), own_file)
-            self._writer = threading.Thread(
-                target=self._write_async, args=args, name="fusedops-checkpoint"
-            )
-            self._writer.start()
+            copied = tensors.copied(content)
+            self._writing = self._thread.submit(self._write_async, folder, copied, own_file)
         self.last_step, self._unconfirmed = step, folder
         return folder
 
@@ -175,12 +172,10 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        failure = None if self._writing is None else self._writing.exception()  # waits
+        self._writing = None
         if self._confirms:
             self._confirm()
-        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
@@ -194,7 +189,7 @@ class Checkpointer:
         if self._unconfirmed is None:
             return
         self._confirms = True
-        if self._writer is None or not self._writer.is_alive():
+        if self._writing is None or self._writing.done():
             self._confirm()
 
     def _confirm(self) -> None:
@@ -228,14 +223,13 @@ class Checkpointer:
         """
         self.wait()
         self._ranks.check_same(_OP, "step", step)
-        candidates = self._ranks.from_first(folders.checkpoints(self.root))
         if step is not None:
             checks.integer(_OP, "step", step, least=0)
-            there = sorted({folders.step_of(folder) for folder in candidates})
-            candidates = [folder for folder in candidates if folders.step_of(folder) == step]
-            if not candidates:
-                has = ", ".join(map(str, there)) or "none"
-                raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
+        candidates = self._ranks.from_first(folders.checkpoints(self.root, step))
+        if step is not None and not candidates:
+            steps = sorted({folders.step_of(folder) for folder in folders.checkpoints(self.root)})
+            has = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
         return self._load_first(candidates)
 
     def rollback(self, step: int) -> Restored | None:
@@ -324,12 +318,12 @@ class Checkpointer:
         """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
             self._write(folder, content, own_file)
-        except CheckpointError as error:
-            self._failure = error
         except Exception as error:
-            self._failure = self._not_written(folders.step_of(folder), reason(error))
-        if self._failure is not None and self._ranks.rank == 0:
-            _log.warning("%s", self._failure)  # before wait raises it
+            if not isinstance(error, CheckpointError):
+                error = self._not_written(folders.step_of(folder), reason(error))
+            if self._ranks.rank == 0:
+                _log.warning("%s", error)  # before wait raises it
+            raise error from None
 
     def _not_written(self, step: int, problem: str) -> CheckpointError:
         good = [folder for folder in folders.checkpoints(self.root) if folder not in self._damaged]

@@ -30,7 +30,7 @@ from fusedops.runtime.file_lock import try_lock
 MANIFEST = "manifest.json"
 _CONFIRMED = "confirmed"
 SCHEMA = 1
-_NAME = re.compile(r"step-(\d+)\.(\d+)")
+_NAME = re.compile(r"step-\d+\.\d+")
 _PARTIAL, _REMOVED, _LOCK = ".partial-", ".removed-", ".lock"
 
 
@@ -38,12 +38,13 @@ class Damaged(Exception):
     """A checkpoint is damaged; the message says which file, and how."""
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
+def checkpoints(root: Path, step: int | None = None) -> list[Path]:
+    """Return the folders of all checkpoints, or those of a step: the newest first, also damaged."""
     try:
         folders = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    folders = [folder for folder in folders if step in (None, step_of(folder))]
     return sorted(folders, key=_order, reverse=True)
 
 
@@ -53,9 +54,8 @@ def step_of(folder: Path) -> int:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(folder.name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    step, number = folder.name.removeprefix("step-").split(".")
+    return int(step), int(number)
 
 
 def partial(folder: Path) -> Path:
@@ -76,7 +76,7 @@ def begin(root: Path, step: int) -> Path:
     for path in root.iterdir():
         if path.name.startswith((_PARTIAL, _REMOVED)):
             shutil.rmtree(path, ignore_errors=True)
-    again = [_order(folder)[1] + 1 for folder in checkpoints(root) if step_of(folder) == step]
+    again = [_order(folder)[1] + 1 for folder in checkpoints(root, step)]
     folder = root / f"step-{step:010d}.{max(again, default=0)}"
     partial(folder).mkdir()
     return folder

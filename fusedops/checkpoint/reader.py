@@ -50,9 +50,7 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
     Returns:
         ``None`` where there is no checkpoint whose first file is complete.
     """
-    for folder in folders.checkpoints(Path(root)):
-        if step is not None and folders.step_of(folder) != step:
-            continue
+    for folder in folders.checkpoints(Path(root), step):
         try:
             folders.verify(folder, folders.manifest(folder), [rank_file.name_of(0)])
         except folders.Damaged:
@@ -63,13 +61,13 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
 
 def verify(folder: Path, ranks: CheckpointRanks) -> str | None:
     """Return why a checkpoint is damaged, ``None`` if it is not; each rank reads some files."""
-    reason = None
-    try:
+
+    def read_share() -> None:
         record = folders.manifest(folder)
         folders.verify(folder, record, sorted(record["files"])[ranks.rank :: ranks.size])
-    except folders.Damaged as error:
-        reason = str(error)
-    return ranks.agree(reason)
+
+    problem, _ = ranks.attempt(read_share)
+    return problem
 
 
 def restore(
