@@ -54,16 +54,21 @@ class Run:
     """A training run between two steps; its parts are built in the order of their dependencies.
 
     Args:
-        config: of the run, without ``"auto"``.
+        config: of the run.
         ranks: that train together.
-        precision_line: what is computed in which dtype, and why.
-        resources: what is to be closed when the run ends.
+        resources: closes the files of the run when it ends.
     """
 
-    def __init__(
-        self, config: Config, ranks: Ranks, precision_line: str, resources: contextlib.ExitStack
-    ) -> None:
-        self.config, self.ranks, self.precision = config, ranks, precision_line
+    def __init__(self, config: Config, ranks: Ranks, resources: contextlib.ExitStack) -> None:
+        wide = bool(config.parallel.get("ep_deterministic"))
+        # ``self.precision`` says what is computed in which dtype, and why, in a line
+        resolved, self.precision = precision.resolve(config.precision, ranks.device, wide=wide)
+        self.ranks = ranks
+        self.config = config = replace(config, precision=resolved)
+        # Before anything that all ranks take part in because their configurations say so.
+        ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
+        if config.tune_host and ranks.device.type == "cpu":
+            host.tune_host()
         self.step = 0  # steps that were done
         self.position = 0  # sequences that were trained on
         self.skipped = 0  # the last steps, whose loss or gradients were not finite
@@ -75,13 +80,8 @@ class Run:
         model = self.parallel.model
         self.optimizer = _build_optimizer(config, self.parallel, ranks)
         self.scale = LossScale(config.precision)  # of the loss
-        self.checkpointer = Checkpointer(
-            out / "checkpoints",
-            model,
-            self.optimizer,
-            keep=config.checkpoint.keep,
-            scale=self.scale,
-        )
+        folder, keep = out / "checkpoints", config.checkpoint.keep
+        self.checkpointer = Checkpointer(folder, model, self.optimizer, keep=keep, scale=self.scale)
         resources.enter_context(self.checkpointer)
         if isinstance(self.optimizer, OffloadedAdamW):
             resources.callback(self.optimizer.close)
@@ -107,9 +107,8 @@ class Run:
             if ranks.rank == 0:
                 self.metrics = Metrics(out, step=self.step, loggers=make_loggers(config, self.step))
                 resources.callback(self.metrics.close)
-        # Of where the time of the steps goes
+        # Of the time of all steps, and of what one step allocates
         self.recorder = make_recorder(config, self.parallel, ranks, resources)
-        # Of what one step allocates
         memory = StepMemory(model, self.optimizer)
         self.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
         self.arena: StepArena | None = None  # the block of memory that steps run in
@@ -119,7 +118,7 @@ class Run:
             except checks.UnsupportedError as error:
                 raise InputError(f"config: arena = true is not possible: {error}") from None
             resources.callback(self.arena.remove)
-        if config.log.memory_snapshot:
+        if config.log.memory_snapshot and ranks.device.type == "cuda":
             resources.enter_context(snapshot_when_exhausted(out, ranks))
 
     @contextlib.contextmanager
@@ -127,10 +126,6 @@ class Run:
         """Return the context of a forward."""
         with self.section("forward"), precision.computing(self.config.precision, self.ranks.device):
             yield
-
-    def planned_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Return what lets the next step allocate from the arena, if there is one."""
-        return contextlib.nullcontext() if self.arena is None else self.arena.step()
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return what times a section of the step; nothing where nobody records."""
@@ -162,15 +157,8 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         InputError: something that was asked for cannot be; on all ranks.
         CheckpointError: there are checkpoints, and none is good.
     """
-    wide = bool(config.parallel.get("ep_deterministic"))
-    resolved, precision_line = precision.resolve(config.precision, ranks.device, wide=wide)
-    config = replace(config, precision=resolved)
-    # Before anything that all ranks take part in because their configurations say so.
-    ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
-    if config.tune_host and ranks.device.type == "cpu":
-        host.tune_host()
     with contextlib.ExitStack() as resources:
-        yield Run(config, ranks, precision_line, resources)
+        yield Run(config, ranks, resources)
 
 
 def _build_corpus(

@@ -78,15 +78,20 @@ def train(
 def _loop(
     run: Run, stop: StopSignals, watchdog: Watchdog, callback: ProgressCallback | None
 ) -> TrainResult:
-    config, loss, validation, stopped, fault = run.config, None, None, False, ""
+    config, recorder = run.config, run.recorder
+    loss, validation, stopped, fault = None, None, False, ""
     with run.ranks.together():  # what it refuses, all ranks do
         if callback is not None:
             callback.begin(run)
     while run.step < config.steps and not stopped:
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
-        with collectives.recorded() as log, _timed(run, log):
-            with run.planned_memory():
+        with (
+            collectives.recorded() as log,
+            # With the validation and the checkpoint after it
+            contextlib.nullcontext() if recorder is None else recorder.step(run.step + 1, log),
+        ):
+            with contextlib.nullcontext() if run.arena is None else run.arena.step():
                 with run.memory.step(run.step + 1):
                     losses = backward(run)
                 with run.section("optimizer"):
@@ -119,8 +124,8 @@ def _loop(
                 with run.section("checkpoint"):
                     fault = _fault(run, losses_of_step, done=done)
                     _save(run, finite=not fault, last=done or stopped)
-    if run.recorder is not None:
-        run.recorder.flush()
+    if recorder is not None:
+        recorder.flush()
     finished = run.step >= config.steps
     if finished and fault:
         good = run.checkpointer.last_confirmed()
@@ -149,13 +154,6 @@ def _unfrozen() -> Iterator[None]:
     finally:
         if frozen_before == 0:
             gc.unfreeze()
-
-
-def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:
-    """Return what times the next step, with the validation and the checkpoint after it."""
-    if run.recorder is None:
-        return contextlib.nullcontext()
-    return run.recorder.step(run.step + 1, log)
 
 
 def _due(step: int, every: int) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,8 +78,13 @@ class Metrics:
 
         If the disk is full, one warning is logged and lines stay in memory until there is room.
         """
+        # JSON knows no NaN and no infinity.
+        line = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         try:
-            self._file.write(_line(record))
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             self._warn(self._cannot(error))
@@ -112,15 +118,6 @@ class Metrics:
 
     def _cannot(self, error: OSError) -> str:
         return f"cannot write {self._path}: {error.strerror or error}"
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON, which knows no NaN and no infinity: ``null``."""
-    kept = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(kept, allow_nan=False).encode() + b"\n"
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
@@ -164,4 +161,5 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: on the GPU, or on the host without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

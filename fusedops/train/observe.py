@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,9 +38,7 @@ def make_recorder(
     every = config.log.timings
     if not every:
         return None
-    layout = parallel.config
-    sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep")}
-    shape = RunShape(sizes, device=ranks.device.type)
+    shape = RunShape(asdict(parallel.config.sizes), device=ranks.device.type)
     mesh = parallel.mesh
     names = {} if mesh is None else {kind: mesh.group(n).group_name for kind, n in _GROUPS.items()}
     handler = None
@@ -66,8 +65,7 @@ class MemoryRecording:
 
     Args:
         out: folder of the run.
-        step: the first step that may be recorded; the one before it is used to find the layers. 0:
-            none is recorded.
+        step: the first that may be recorded; the one before it is used to find the layers. 0: none.
         rank: of this process.
         memory: of the model.
     """
@@ -104,11 +102,8 @@ class MemoryRecording:
 def snapshot_when_exhausted(out: str | Path, ranks: Ranks) -> Iterator[None]:
     """Write CUDA's memory snapshot to the run's folder when a GPU's memory is exhausted.
 
-    The file is read by https://pytorch.org/memory_viz. On a CPU nothing is recorded.
+    The file is read by https://pytorch.org/memory_viz.
     """
-    if ranks.device.type != "cuda":
-        yield
-        return
     torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
     try:
         yield

@@ -158,13 +158,9 @@ def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:
     """Return the keys of both whose values differ, each with its values in a text."""
+    before, now = (json.loads(json.dumps(table)) for table in (before, now))  # tuples are lists
     return {
         key: f"{prefix}{key} {before[key]} -> {now[key]}"
         for key in sorted(before.keys() & now.keys())
-        if _listed(before[key]) != _listed(now[key])
+        if before[key] != now[key]
     }
-
-
-def _listed(value: Any) -> Any:
-    """Return a value with lists for tuples."""
-    return json.loads(json.dumps(value))
