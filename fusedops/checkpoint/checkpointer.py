@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -269,11 +270,9 @@ class Checkpointer:
         for folder in candidates:
             problem = reader.verify(folder, self._ranks)
             if problem is None:
-                restored = reader.restore(
-                    folder, passed_over, self._state, self._stateful, self._ranks
-                )
+                restored = reader.restore(folder, self._state, self._stateful, self._ranks)
                 self.last_step, self._unconfirmed = restored.step, folder
-                return restored
+                return replace(restored, passed_over=tuple(passed_over))
             passed_over.append((folder, problem))
             self._damaged.append(folder)
             if self._ranks.rank == 0:

@@ -71,11 +71,7 @@ def verify(folder: Path, ranks: CheckpointRanks) -> str | None:
 
 
 def restore(
-    folder: Path,
-    passed_over: list[tuple[Path, str]],
-    state: State,
-    stateful: dict[str, Any],
-    ranks: CheckpointRanks,
+    folder: Path, state: State, stateful: dict[str, Any], ranks: CheckpointRanks
 ) -> Restored:
     """Restore a complete checkpoint on all ranks; nothing changes before it is known to fit.
 
@@ -117,5 +113,4 @@ def restore(
         extra=own["extra"],
         folder=folder,
         confirmed=ranks.from_first(folders.is_confirmed(folder)),
-        passed_over=tuple(passed_over),
     )
