@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +87,13 @@ class Checkpointer:
         checks.module(_OP, model)
         self.root = Path(root)
         self.keep = keep
-        self._state = tensors.State(model, _optimizers(optimizer))
+        optimizers = (
+            (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        )
+        for given in optimizers:
+            if not isinstance(given, torch.optim.Optimizer):
+                checks.fail_type(_OP, "optimizer", "a torch.optim.Optimizer", given)
+        self._state = tensors.State(model, optimizers)
         self._stateful: dict[str, Any] = {}
         self.add(**stateful)
         self._ranks = CheckpointRanks(group)
@@ -95,8 +102,8 @@ class Checkpointer:
         self.last_step: int | None = None
         self._unconfirmed: Path | None = None  # the last one that was saved or loaded
         self._confirms = False  # whether to confirm that one after its write
-        self._writer: threading.Thread | None = None
-        self._failure = ""  # why the last write failed, until it is raised
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedops-checkpoint")
+        self._writing: Future[None] | None = None  # what the thread writes or has written
 
     def add(self, **stateful: Any) -> None:
         """Also save and load these, as those given to the constructor.
@@ -143,31 +150,22 @@ class Checkpointer:
         with ranks.raising(TypeError):
             states = {name: owner.state_dict() for name, owner in self._stateful.items()}
             own_file = rank_file.packed(step, data, extra, states, self._state.groups())
-        places: list[tuple[Path, Path]] = []
 
-        def begin() -> None:
-            if ranks.rank == 0:
-                self._lock = self._lock or folders.lock(self.root)
-                places.append(folders.begin(self.root, step))
+        def begin() -> Path:
+            self._lock = self._lock or folders.lock(self.root)
+            return folders.begin(self.root, step)
 
-        problem = ranks.attempt(begin)
+        problem, folder = ranks.first(begin)
         if problem is not None:
-            raise CheckpointError(self._not_written(step, problem))
-        partial, final = ranks.from_first(places)[0]
+            raise self._not_written(step, problem)
         content = self._state.content()
-        if not block:
-            content = tensors.copied(content)
-        job = writer.WriteJob(step, partial, final, content, own_file)
         if block:
-            self._write(job)
-            self._raise_failure()
+            self._write(folder, content, own_file)
         else:
-            self._writer = threading.Thread(
-                target=self._write_async, args=(job,), name="fusedops-checkpoint"
-            )
-            self._writer.start()
-        self.last_step, self._unconfirmed = step, final
-        return final
+            copied = tensors.copied(content)
+            self._writing = self._thread.submit(self._write_async, folder, copied, own_file)
+        self.last_step, self._unconfirmed = step, folder
+        return folder
 
     def wait(self) -> None:
         """Wait for what is being written.
@@ -175,12 +173,12 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        failure = None if self._writing is None else self._writing.exception()  # waits
+        self._writing = None
         if self._confirms:
             self._confirm()
-        self._raise_failure()
+        if failure is not None:
+            raise failure
 
     def confirm(self) -> None:
         """Record that training goes well with the state that was last saved or loaded.
@@ -192,7 +190,7 @@ class Checkpointer:
         if self._unconfirmed is None:
             return
         self._confirms = True
-        if self._writer is None or not self._writer.is_alive():
+        if self._writing is None or self._writing.done():
             self._confirm()
 
     def _confirm(self) -> None:
@@ -226,14 +224,13 @@ class Checkpointer:
         """
         self.wait()
         self._ranks.check_same(_OP, "step", step)
-        candidates = self._ranks.from_first(folders.checkpoints(self.root))
         if step is not None:
             checks.integer(_OP, "step", step, least=0)
-            there = sorted({folders.step_of(folder) for folder in candidates})
-            candidates = [folder for folder in candidates if folders.step_of(folder) == step]
-            if not candidates:
-                has = ", ".join(map(str, there)) or "none"
-                raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
+        candidates = self._ranks.from_first(folders.checkpoints(self.root, step))
+        if step is not None and not candidates:
+            steps = sorted({folders.step_of(folder) for folder in folders.checkpoints(self.root)})
+            has = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
         return self._load_first(candidates)
 
     def rollback(self, step: int) -> Restored | None:
@@ -271,13 +268,11 @@ class Checkpointer:
         """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
         for folder in candidates:
-            problem, record = reader.verify(folder, self._ranks)
+            problem = reader.verify(folder, self._ranks)
             if problem is None:
-                restored = reader.restore(
-                    folder, record, passed_over, self._state, self._stateful, self._ranks
-                )
+                restored = reader.restore(folder, self._state, self._stateful, self._ranks)
                 self.last_step, self._unconfirmed = restored.step, folder
-                return restored
+                return replace(restored, passed_over=tuple(passed_over))
             passed_over.append((folder, problem))
             self._damaged.append(folder)
             if self._ranks.rank == 0:
@@ -310,39 +305,26 @@ class Checkpointer:
             if kind is None:
                 raise  # else what ended the run is the cause, and this was logged
 
-    def _write(self, job: writer.WriteJob) -> None:
-        """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
-        problem = writer.write(job, self._ranks)
+    def _write(self, folder: Path, content: dict[str, Any], own_file: bytes) -> None:
+        """Write a checkpoint, on all ranks; raise if it could not be written."""
+        problem = writer.write(folder, content, own_file, self._ranks)
         if problem is not None:
-            self._failure = self._not_written(job.step, problem)
-        elif self._ranks.rank == 0:
+            raise self._not_written(folders.step_of(folder), problem)
+        if self._ranks.rank == 0:
             folders.keep_last(self.root, self.keep, self._damaged)
 
-    def _write_async(self, job: writer.WriteJob) -> None:
+    def _write_async(self, folder: Path, content: dict[str, Any], own_file: bytes) -> None:
         """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
-            self._write(job)
+            self._write(folder, content, own_file)
         except Exception as error:
-            self._failure = self._not_written(job.step, reason(error))
-        if self._failure and self._ranks.rank == 0:
-            _log.warning("%s", self._failure)  # before wait raises it
+            if not isinstance(error, CheckpointError):
+                error = self._not_written(folders.step_of(folder), reason(error))
+            if self._ranks.rank == 0:
+                _log.warning("%s", error)  # before wait raises it
+            raise error from None
 
-    def _not_written(self, step: int, problem: str) -> str:
+    def _not_written(self, step: int, problem: str) -> CheckpointError:
         good = [folder for folder in folders.checkpoints(self.root) if folder not in self._damaged]
         last = f"the last good one is {good[0]}" if good else "there is none before it"
-        return f"the checkpoint of step {step} was not written: {problem}; {last}"
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, ""
-        if failure:
-            raise CheckpointError(failure)
-
-
-def _optimizers(
-    given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-) -> tuple[torch.optim.Optimizer, ...]:
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            checks.fail_type(_OP, "optimizer", "a torch.optim.Optimizer", optimizer)
-    return optimizers
+        return CheckpointError(f"the checkpoint of step {step} was not written: {problem}; {last}")

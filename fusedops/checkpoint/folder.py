@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -25,24 +26,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+
 MANIFEST = "manifest.json"
 _CONFIRMED = "confirmed"
 SCHEMA = 1
-_NAME = re.compile(r"step-(\d+)\.(\d+)")
+_NAME = re.compile(r"step-\d+\.\d+")
 _PARTIAL, _REMOVED, _LOCK = ".partial-", ".removed-", ".lock"
-_BLOCK = 1 << 22
 
 
 class Damaged(Exception):
     """A checkpoint is damaged; the message says which file, and how."""
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
+def checkpoints(root: Path, step: int | None = None) -> list[Path]:
+    """Return the folders of all checkpoints, or those of a step: the newest first, also damaged."""
     try:
         folders = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    folders = [folder for folder in folders if step in (None, step_of(folder))]
     return sorted(folders, key=_order, reverse=True)
 
 
@@ -52,16 +54,20 @@ def step_of(folder: Path) -> int:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(folder.name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    step, number = folder.name.removeprefix("step-").split(".")
+    return int(step), int(number)
 
 
-def begin(root: Path, step: int) -> tuple[Path, Path]:
-    """Return an empty folder to write into, and its final path; remove leftovers of dead writers.
+def partial(folder: Path) -> Path:
+    """Return the folder into which a checkpoint is written before it is complete."""
+    return folder.with_name(f"{_PARTIAL}{folder.name}")
 
-    A step that is saved again gets the next number as its suffix: the older checkpoint stays until
-    the new one is complete.
+
+def begin(root: Path, step: int) -> Path:
+    """Return the path of a new checkpoint, and make its ``partial`` folder, which is empty.
+
+    Leftovers of dead writers are removed. A step that is saved again gets the next number as its
+    suffix: the older checkpoint stays until the new one is complete.
 
     Raises:
         OSError: the folder cannot be created.
@@ -70,34 +76,31 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
     for path in root.iterdir():
         if path.name.startswith((_PARTIAL, _REMOVED)):
             shutil.rmtree(path, ignore_errors=True)
-    again = [_order(folder)[1] + 1 for folder in checkpoints(root) if step_of(folder) == step]
-    final = root / f"step-{step:010d}.{max(again, default=0)}"
-    partial = root / f"{_PARTIAL}{final.name}"
-    partial.mkdir()
-    return partial, final
+    again = [_order(folder)[1] + 1 for folder in checkpoints(root, step)]
+    folder = root / f"step-{step:010d}.{max(again, default=0)}"
+    partial(folder).mkdir()
+    return folder
 
 
-def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
-    """Write the manifest and rename the folder to its final name: the checkpoint then exists.
+def commit(folder: Path, record: dict[str, Any]) -> None:
+    """Write the manifest and rename the partial folder: the checkpoint then exists.
 
-    Every file in ``partial`` was flushed; ``record`` is what the manifest says, ``files`` included.
+    Every file in it was flushed; ``record`` is what the manifest says, ``files`` included.
 
     Raises:
         OSError: the checkpoint does not exist then.
     """
     document = {"sha256": _digest(record), "record": record}
-    write(partial / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
-    _flush_folder(partial)
-    partial.rename(final)
-    _flush_folder(final.parent)
+    write(partial(folder) / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
+    _flush(partial(folder))
+    partial(folder).rename(folder)
+    _flush(folder.parent)
 
 
 def write(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    _flush(path)
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -180,32 +183,22 @@ def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
             has_confirmed |= protected
 
 
-def discard(partial: Path) -> None:
-    """Remove a partial folder."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def lock(root: Path, name: str = _LOCK) -> IO[bytes] | None:
+def lock(root: Path, name: str = _LOCK) -> IO[bytes]:
     """Return an exclusively locked file of a folder; closing it, or the process's end, unlocks it.
 
-    ``None`` where the file system knows no locks.
+    A file system without locks counts as one where nobody has the lock.
 
     Raises:
         BlockingIOError: another process has the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return None
     root.mkdir(parents=True, exist_ok=True)
     file = (root / name).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            file.close()
             raise BlockingIOError(error.errno, "another process saves checkpoints here") from None
-        return None
     return file
 
 
@@ -231,18 +224,13 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk; Windows has no such call."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -200,7 +200,7 @@ class Guard:
         for name, values in state["history"].items():
             self._history[name] = deque(values, maxlen=self._history[name].maxlen)
         self._bad_in_a_row = state["bad_in_a_row"]
-        self._last_saved = state.get("last_saved")  # older checkpoints do not have it
+        self._last_saved = state["last_saved"]
         self._bad_steps |= set(state["bad_steps"])
 
     def _values(
@@ -208,10 +208,9 @@ class Guard:
     ) -> dict[str, float]:
         given = {"loss": loss} | ({} if grad_norm is None else {"gradient norm": grad_norm})
         values = {name: _number(name, value) for name, value in given.items()}
-        alone = self._group is None and not (dist.is_available() and dist.is_initialized())
-        if agreed or alone:
+        if agreed:
             return values
-        # CheckpointRanks must not differ in what they do. NaN is more than infinity here.
+        # Ranks must not differ in what they do. NaN is more than infinity here.
         gathered = gather_objects(list(values.values()), self._group or dist.group.WORLD)
         columns = zip(*gathered, strict=True)
         worst = [max(column, key=lambda value: (math.isnan(value), value)) for column in columns]

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusedops._core import checks
+from fusedops.checkpoint.folder import Damaged
 from fusedops.parallel.collective_errors import gather_errors, gather_objects, raise_on_all
 
 
@@ -29,17 +30,20 @@ class CheckpointRanks:
         """Return the value of the first rank."""
         return self.gather(value)[0]
 
-    def agree(self, problem: str | None) -> str | None:
-        """Return the problems of all ranks, ``None`` where no rank has one."""
-        return self._joined(gather_errors(problem, self.group)) or None
-
-    def attempt(self, action: Callable[[], object]) -> str | None:
-        """Return why an action failed on some rank, ``None`` where it failed on none."""
+    def attempt(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
+        """Return why an action failed on some rank (``None``: on none), and all ranks' results."""
+        problem = result = None
         try:
-            action()
+            result = action()
         except (Exception, CheckpointException) as error:  # torch's own is no Exception
-            return self.agree(reason(error))
-        return self.agree(None)
+            problem = reason(error)
+        problems = gather_errors(problem, self.group)
+        return self._joined(problems) or None, self.gather(result)
+
+    def first(self, action: Callable[[], Any]) -> tuple[str | None, Any]:
+        """Return why an action of the first rank failed, if it did, and its result."""
+        problem, results = self.attempt(action if self.rank == 0 else lambda: None)
+        return problem, results[0]
 
     def raising(self, kind: type[Exception]) -> AbstractContextManager[None]:
         """Raise an error of this kind in the block on all ranks; the block must not communicate."""
@@ -77,6 +81,8 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def reason(error: BaseException) -> str:
     """Return the cause of a failure in a line: that of the system where there is one."""
+    if isinstance(error, Damaged):
+        return str(error)
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OSError):
         # torch's error keeps those of its ranks in a dictionary.

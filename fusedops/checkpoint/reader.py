@@ -50,9 +50,7 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
     Returns:
         ``None`` where there is no checkpoint whose first file is complete.
     """
-    for folder in folders.checkpoints(Path(root)):
-        if step is not None and folders.step_of(folder) != step:
-            continue
+    for folder in folders.checkpoints(Path(root), step):
         try:
             folders.verify(folder, folders.manifest(folder), [rank_file.name_of(0)])
         except folders.Damaged:
@@ -61,47 +59,39 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
     return None
 
 
-def verify(folder: Path, ranks: CheckpointRanks) -> tuple[str | None, dict[str, Any]]:
-    """Return why a checkpoint is damaged, ``None`` if it is not, and its manifest.
+def verify(folder: Path, ranks: CheckpointRanks) -> str | None:
+    """Return why a checkpoint is damaged, ``None`` if it is not; each rank reads some files."""
 
-    Each rank reads a share of the files.
-    """
-    reason, record = None, {}
-    try:
+    def read_share() -> None:
         record = folders.manifest(folder)
-        names = sorted(record["files"])
-        folders.verify(folder, record, names[ranks.rank :: ranks.size])
-    except folders.Damaged as error:
-        reason = str(error)
-    return ranks.agree(reason), record
+        folders.verify(folder, record, sorted(record["files"])[ranks.rank :: ranks.size])
+
+    problem, _ = ranks.attempt(read_share)
+    return problem
 
 
 def restore(
-    folder: Path,
-    record: dict[str, Any],
-    passed_over: list[tuple[Path, str]],
-    state: State,
-    stateful: dict[str, Any],
-    ranks: CheckpointRanks,
+    folder: Path, state: State, stateful: dict[str, Any], ranks: CheckpointRanks
 ) -> Restored:
     """Restore a complete checkpoint on all ranks; nothing changes before it is known to fit.
 
     Raises:
         ValueError: it is of another model or optimizer.
     """
+    record = folders.manifest(folder)
     saved = record["ranks"]
     own = rank_file.read(folder, ranks.rank if ranks.rank < saved else 0)
     missing = sorted(stateful.keys() - own["stateful"].keys())
     names = {name for names in ranks.gather(state.names()) for name in names}
     with ranks.raising(ValueError):
-        loading = state.prepare(folder, names, own["groups"])
+        content = state.prepare(folder, names, own["groups"])
         if missing:
             has = ", ".join(sorted(own["stateful"])) or "none"
             raise ValueError(
                 f"{folder} has no state of {', '.join(missing)}; in addition to model and "
                 f"optimizer it has {has}"
             )
-    state.load(loading, ranks.group)
+    state.load(folder, content, own["groups"], ranks.group)
     for name, target in stateful.items():
         target.load_state_dict(own["stateful"][name])
     if ranks.rank < saved:
@@ -123,5 +113,4 @@ def restore(
         extra=own["extra"],
         folder=folder,
         confirmed=ranks.from_first(folders.is_confirmed(folder)),
-        passed_over=tuple(passed_over),
     )

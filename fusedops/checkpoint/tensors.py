@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    _get_fqns,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.parallel.collective_errors import gather_objects
@@ -29,22 +33,10 @@ from fusedops.parallel.collective_errors import gather_objects
 _SHOWN = 3
 _STATE = "optimizer.state."  # begins the names of states, which end with their keys
 _MASTER = "master"  # the key of the master of a parameter that fusedops.optim.AdamW steps
-# What torch's wrappers put into the names of parameters.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _NAMES = ("params", "param_names")  # entries of a group that belong to the ranks that have it
 
 # It is said at every save of a single process, which asked for exactly that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-
-
-@dataclass(frozen=True)
-class Loading:
-    """A checkpoint that fits, and the tensors to load it into."""
-
-    reader: dcp.FileSystemReader
-    model: dict[str, Any]  # the tensors by name, to be overwritten
-    states: dict[str, dict[str, Any]]  # states by the names of parameters, to be overwritten
-    groups: list[list[dict[str, Any]]]  # options of the groups of all optimizers, as saved
 
 
 class State:
@@ -64,7 +56,7 @@ class State:
 
     def content(self) -> dict[str, Any]:
         """Return all tensors by name: not copies."""
-        names = {parameter: name for name, parameter in self._parameters().items()}
+        names = self._names()
         states = {
             names[params[index]]: state
             for optimizer in self.optimizers
@@ -80,16 +72,17 @@ class State:
             for groups in (optimizer.param_groups for optimizer in self.optimizers)
         ]
 
-    def prepare(self, folder: Path, names: set[str], groups: list[list[dict[str, Any]]]) -> Loading:
-        """Return what ``load`` needs; nothing is changed.
+    def prepare(
+        self, folder: Path, names: set[str], groups: list[list[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """Return tensors to load a checkpoint into, as ``content`` does; nothing is changed.
 
         ``names`` are those of all ranks; ``groups`` are as they were when it was written.
 
         Raises:
             ValueError: it is of another model or optimizer.
         """
-        reader = dcp.FileSystemReader(folder)
-        stored = reader.read_metadata().state_dict_metadata
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         model = get_model_state_dict(self.model)
         mismatches = _model_mismatches(model, names, stored)
         saved = [len(of_optimizer) for of_optimizer in groups]
@@ -102,7 +95,7 @@ class State:
         if lacking:
             mismatches.append(f"groups of its optimizers lack {', '.join(lacking)}")
         states: dict[str, dict[str, Any]] = {}
-        known = self._parameters()
+        known = {name: parameter for parameter, name in self._names().items()}
         stepped = {param: state for o in self.optimizers for param, state in o.state.items()}
         # In the order of torch's states, whatever that of the ranks' files is.
         for entry in sorted(stored, key=lambda entry: (not entry.endswith(".step"), entry)):
@@ -113,26 +106,34 @@ class State:
                 states.setdefault(name, {})[key] = target
         if mismatches:
             raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(mismatches)}")
-        return Loading(reader, model, states if self.optimizers else {}, groups)
+        return {"model": model, "optimizer": {"state": states if self.optimizers else {}}}
 
-    def load(self, loading: Loading, process_group: dist.ProcessGroup | None) -> None:
-        """Load what was prepared; all ranks of the group do."""
-        content = {"model": loading.model, "optimizer": {"state": loading.states}}
-        _read(content, loading.reader, process_group)
-        set_model_state_dict(self.model, loading.model)
-        names = {parameter: name for name, parameter in self._parameters().items()}
-        masters = {}
-        for optimizer, options in zip(self.optimizers, loading.groups, strict=False):
+    def load(
+        self,
+        folder: Path,
+        content: dict[str, Any],
+        groups: list[list[dict[str, Any]]],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Load a checkpoint into what ``prepare`` returned; all ranks of the group do."""
+        _read(content, folder, process_group)
+        set_model_state_dict(self.model, content["model"])
+        names, loaded, masters = self._names(), content["optimizer"]["state"], {}
+        for optimizer, saved_groups in zip(self.optimizers, groups, strict=False):
             params = _params(optimizer)
             states = {
-                index: loading.states[names[param]]
+                index: loaded[names[param]]
                 for index, param in enumerate(params)
-                if names[param] in loading.states
+                if names[param] in loaded
             }
-            groups = optimizer.state_dict()["param_groups"]
-            for group, values in zip(groups, options, strict=True):
-                _update(group, values)
-            optimizer.load_state_dict({"state": states, "param_groups": groups})
+            own_groups = optimizer.state_dict()["param_groups"]
+            for group, options in zip(own_groups, saved_groups, strict=True):
+                for name, value in options.items():
+                    current = group.get(name)
+                    if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                        value = value.to(current.device)
+                    group[name] = value
+            optimizer.load_state_dict({"state": states, "param_groups": own_groups})
             # A run with masters can continue from a checkpoint without them, whose weights they
             # are read from, and one whose weights are the masters from a checkpoint with masters.
             for index, saved in states.items():
@@ -144,17 +145,14 @@ class State:
                 elif master is not None and _MASTER not in saved:
                     masters[names[param]] = master
         if any(gather_objects(bool(masters), process_group)):
-            _read({"model": masters}, loading.reader, process_group)
+            _read({"model": masters}, folder, process_group)
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters by the names that torch's checkpoint gives them."""
-        parameters = {}
-        for name, parameter in self.model.named_parameters():
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            unwrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-            parameters[name.removeprefix("module.") if unwrapped else name] = parameter
-        return parameters
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Return the names that torch's checkpoint gives the parameters, whatever wraps them."""
+        return {
+            parameter: next(iter(_get_fqns(self.model, name)))
+            for name, parameter in self.model.named_parameters()
+        }
 
 
 def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -163,35 +161,23 @@ def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def _read(
-    content: dict[str, Any], reader: dcp.FileSystemReader, group: dist.ProcessGroup | None
-) -> None:
+def _read(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    reader = dcp.FileSystemReader(folder)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # what is missing is known
     no_dist = group is None
     dcp.load(content, storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy in the host's memory; of sharded tensors, of this rank's share."""
-    if isinstance(value, DTensor):
-        # Not from_local, which moves the copy back to the device of the mesh.
-        return DTensor(copied(value.to_local()), value._spec, requires_grad=False)
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied(element) for key, element in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(element) for element in value)
-    return value
+def copied(content: dict[str, Any]) -> dict[str, Any]:
+    """Return copies in the host's memory; of sharded tensors, of this rank's share."""
 
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            # Not from_local, which moves the copy back to the device of the mesh.
+            return DTensor(copy(tensor.to_local()), tensor._spec, requires_grad=False)
+        return tensor.detach().to("cpu", copy=True)
 
-def _update(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Give a group of parameters these options; tensors stay on the device that they were on."""
-    for name, value in options.items():
-        current = group.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-            value = value.to(current.device)
-        group[name] = value
+    return tree_map_only(torch.Tensor, copy, content)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedops._core import checks
@@ -31,9 +32,8 @@ from fusedops.models import (
     load_huggingface,
     parallelize,
 )
-from fusedops.train import InputError, precision
+from fusedops.train import InputError, resume
 from fusedops.train.builder import layout_of
-from fusedops.train.corpus import lacks_tokenizer
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
@@ -90,7 +90,7 @@ def load(
 def _from_huggingface(
     folder: Path, ranks: Ranks, layout: ParallelConfig, dtype: str | None, tokenizer: str | None
 ) -> Loaded:
-    kind = None if dtype is None else precision.dtype(dtype)
+    kind = None if dtype is None else getattr(torch, dtype)
     with ranks.together():
         model = load_huggingface(folder, device="meta", dtype=kind)
         text = Text.of(_tokenizer(folder, tokenizer), _eos_tokens(folder))
@@ -142,12 +142,12 @@ def _from_run(
         sizes = config_table.fill(TransformerConfig, extra["model"], "model")
         config = extra["config"]
         data = config["data"]
-        if tokenizer is None and lacks_tokenizer(data["train"], data["tokenizer"]):
+        if tokenizer is None and not resume.has_tokenizer(extra):
             raise InputError(
                 f"{folder} was trained on a file of tokens, which does not say what they mean: "
                 f"give --tokenizer with a {_TOKENIZER}, or --tokenizer bytes"
             )
-        saved_dtype = precision.dtype(config["precision"]["param"])
+        saved_dtype = getattr(torch, config["precision"]["param"])
         text = Text.of(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],
@@ -158,7 +158,7 @@ def _from_run(
         restored = checkpointer.load(step)
     assert restored is not None
     if dtype is not None:
-        model.to(precision.dtype(dtype))
+        model.to(getattr(torch, dtype))
     return Loaded(engine, text, f"{folder}, step {restored.step}")
 
 
@@ -180,7 +180,7 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
             f"with {_CONFIG} and safetensors; give the folder that `out` or `export` names"
         )
     where, extra = saved
-    if not (isinstance(extra, dict) and {"config", "model"} <= extra.keys()):
+    if not (isinstance(extra, dict) and {"config", "model", "facts"} <= extra.keys()):
         raise InputError(f"{where} does not say what its model is: fusedops train does")
     return extra
 

@@ -33,7 +33,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"cannot write {folder}: {why}; choose another out") from None
-    with locked or contextlib.nullcontext():
+    with locked:
         if (folder / FAULTS).exists() and not (folder / FAULTS).is_dir():
             raise InputError(f"config: out must have no file of the name {FAULTS}: {folder}")
         (folder / _LOCK).write_text(f"{_OWNER}{os.getpid()} of {socket.gethostname()}\n")

@@ -8,12 +8,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from fusedops._core.parameter_names import plain_name
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards
-
-# Wrappers put these into the names of parameters; a module of such a name loses it, which does no
-# harm: two parameters that share their numbers are each rounded without bias all the same.
-_WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 def draw(param: Any, name: str, seed: int) -> Draw:
@@ -24,8 +21,9 @@ def draw(param: Any, name: str, seed: int) -> Draw:
     Raises:
         UnsupportedError: the part is no regular pattern.
     """
-    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    digest = hashlib.blake2b(f"{seed}:{plain}".encode(), digest_size=8).digest()
+    # Two parameters that have one plain name share their numbers, which does no harm: each is
+    # rounded without bias all the same.
+    digest = hashlib.blake2b(f"{seed}:{plain_name(name)}".encode(), digest_size=8).digest()
     return Draw(
         int.from_bytes(digest, "little", signed=True), *_shards.place(param, name or "without name")
     )

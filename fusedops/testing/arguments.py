@@ -81,9 +81,8 @@ def _check_names(space: Space) -> None:
     for mesh in space.meshes:
         for axis in mesh:
             checks.choice(_OP, "an axis of a mesh (a key of options is any other size)", axis, AXES)
-    fields = [field.name for field in dataclasses.fields(ParallelConfig)]
+    known = [field.name for field in dataclasses.fields(ParallelConfig) if field.name not in AXES]
     for name in space.options:
-        known = [field for field in fields if field not in AXES]
         checks.choice(_OP, "the name of an option (meshes has the axes)", name, known)
 
 

@@ -68,8 +68,7 @@ class Case:
         ]
         return f"Case({', '.join(parts)})"
 
-    def __str__(self) -> str:
-        return self.code()
+    __str__ = code
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,9 @@ class Space:
         rng = random.Random(seed)
         choices = (self.models, self.meshes, *self.options.values())
         while True:
-            for model, mesh, *chosen in _shuffled([len(values) for values in choices], rng):
-                places = zip(self.options, chosen, strict=True)
-                case = Case(
-                    mesh=dict(self.meshes[mesh]),
-                    options={name: self.options[name][place] for name, place in places},
-                    model=self.models[model],
-                )
-                yield self.redrawn(case, rng), rng
+            for model, mesh, *chosen in _shuffled(choices, rng):
+                options = dict(zip(self.options, chosen, strict=True))
+                yield self.redrawn(Case(dict(mesh), options, model), rng), rng
 
     def redrawn(self, case: Case, rng: random.Random) -> Case:
         """Return the case with other sizes, workload, dtype, steps, clipping and seed."""
@@ -138,15 +132,15 @@ def _without(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key != name}
 
 
-def _shuffled(sizes: Sequence[int], rng: random.Random) -> Iterator[Sequence[int]]:
-    """Yield all combinations of an index below each size in a random order.
+def _shuffled(choices: Sequence[Sequence[Any]], rng: random.Random) -> Iterator[Sequence[Any]]:
+    """Yield all combinations of one value of each list in a random order.
 
     Where they are too many, yield single draws for ever.
     """
-    if math.prod(sizes) <= 1 << 16:
-        everything = list(itertools.product(*map(range, sizes)))
+    if math.prod(map(len, choices)) <= 1 << 16:
+        everything = list(itertools.product(*choices))
         rng.shuffle(everything)
         yield from everything
         return
     while True:
-        yield [rng.randrange(size) for size in sizes]
+        yield [rng.choice(values) for values in choices]

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import dtypes
+from fusedops._core.parameter_names import plain_name
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
 
-# What wrappers put before the names of what they wrap.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 # How a case could not be run at all, which is no failure if all ranks say so.
 REFUSALS = ("ValueError", "UnsupportedError")
 
@@ -124,20 +123,14 @@ def _steps(subject: Subject, case: Case, parallel: Parallel) -> Values:
         values["loss", step, ""] = loss.detach().clone()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                values["gradient", step, _plain(name)] = gather(name, parameter.grad).clone()
+                values["gradient", step, plain_name(name)] = gather(name, parameter.grad).clone()
         if case.max_norm is not None:
             clip = parallel.clip or partial(nn.utils.clip_grad_norm_, model.parameters())
             values["norm", step, ""] = _full_tensor("", clip(case.max_norm)).detach().clone()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        values["weight", case.steps, _plain(name)] = gather(name, parameter.detach()).clone()
+        values["weight", case.steps, plain_name(name)] = gather(name, parameter.detach()).clone()
     return values
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _full_tensor(name: str, given: torch.Tensor) -> torch.Tensor:
@@ -153,7 +146,6 @@ class Difference:
     name: str  # of the parameter
     rank: int  # whose value it is
     text: str  # what is wrong
-    ratio: float  # error by what it may be
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.name}".strip()
@@ -189,13 +181,12 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         scales[kind, step] = max(scales.get((kind, step), 0.0), largest)
     for key, value in values.items():
         if key not in known.truth:
-            text = "is not there in a single process"
-            differences.append(Difference(*key, rank, text, float("inf")))
+            differences.append(Difference(*key, rank, "is not there in a single process"))
             continue
         truth, single = known.truth[key], known.single[key]
         if value.shape != truth.shape:
             text = f"has shape {list(value.shape)}, in a single process {list(truth.shape)}"
-            differences.append(Difference(*key, rank, text, float("inf")))
+            differences.append(Difference(*key, rank, text))
             continue
         coarser = max(single.dtype, dtype, key=lambda candidate: torch.finfo(candidate).eps)
         budget = dtypes.parity_budget(single, truth, coarser, scales[key[:2]])
@@ -209,15 +200,11 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
             at = f" at {index}" if index else ""
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
             text = f"{wrong if index else ''}is {got:.6g}, should be {expected:.6g}{at}"
-            differences.append(Difference(*key, rank, text, float(ratio.max())))
+            differences.append(Difference(*key, rank, text))
     return RankComparison(differences, set(values))
 
 
 def missing(known: Reference, verdicts: list[RankComparison]) -> list[Difference]:
     """Return what no rank compared."""
     seen = set().union(*(comparison.compared for comparison in verdicts))
-    return [
-        Difference(*key, -1, "is on no rank", float("inf"))
-        for key in known.truth
-        if key not in seen
-    ]
+    return [Difference(*key, -1, "is on no rank") for key in known.truth if key not in seen]

@@ -17,7 +17,7 @@ import torch
 from fusedops._core import checks
 from fusedops.testing import threads
 from fusedops.testing.stand_in_cuda import stand_in_cuda
-from fusedops.testing.stand_in_device import DeviceEvent, StandIn, caller, current, device_of
+from fusedops.testing.stand_in_device import DeviceEvent, StandIn, caller, device_of, rank_device
 from fusedops.testing.thread_collectives import ThreadCall
 
 _OP = "cluster_step"
@@ -116,15 +116,14 @@ class ClusterStep:
     def _events(
         self, kind: str, amount: Callable[[DeviceEvent], int] = lambda event: 1
     ) -> dict[tuple[str, str], int]:
-        most: dict[tuple[str, str], int] = {}
+        most: Counter[tuple[str, str]] = Counter()
         for step in self.ranks:
             counts: Counter[tuple[str, str]] = Counter()
             for event in step.events:
                 if event.kind == kind:
                     counts[event.what, event.where] += amount(event)
-            for key, count in counts.items():
-                most[key] = max(most.get(key, 0), count)
-        return most
+            most |= counts  # the larger of each
+        return dict(most)
 
     def __str__(self) -> str:
         nodes = -(-len(self.ranks) // self.gpus_per_node)
@@ -243,11 +242,10 @@ def cluster_step(
         tensors = (call.outputs if call.kind == "recv" else call.inputs) or call.outputs
         # Inputs that are outputs as well have been copied, and an operator of torch copies both.
         buffers = [*call.outputs, *call.inputs]
-        device = current()
         on_device = (
             not buffers
             or any(device_of(buffer) is not None for buffer in buffers)
-            or (device is not None and device.operator_device is not None)
+            or rank_device().operator_device is not None
         )
         where = caller()
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -263,7 +261,7 @@ def cluster_step(
             if rank in is_recording:
                 steps[rank].events.append(event)
 
-        with StandIn(torch.device("cuda", rank % gpus_per_node), record):
+        with StandIn(torch.device("cuda", rank % gpus_per_node), record).active():
             step = make()
             if not callable(step):
                 checks.fail_type(_OP, "what make returns", "a function", step)

@@ -116,12 +116,12 @@ def verify(
         ValueError: an axis, an option or a value is not known, or possible in no combination; this
             is found before anything runs.
     """
-    names, factories = _factories(model_factory)
+    factories = _factories(model_factory)
     checks.choice("verify", "ranks", ranks, RANKS)
     space = Space(
         meshes=meshes,
         options={} if options is None else options,
-        models=names,
+        models=list(factories),
         batch_sizes=batch_sizes,
         seq_lens=seq_lens,
         workloads=batches.WORKLOADS if workloads is None else workloads,
@@ -166,10 +166,10 @@ def replay(
         ParityError: it fails, or is refused.
         ValueError: it has an axis, an option, a model or a workload that is not known.
     """
-    names, factories = _factories(model_factory)
+    factories = _factories(model_factory)
     checks.choice("replay", "ranks", ranks, RANKS)
-    if case.model not in names:
-        checks.fail("replay", "the case's model", f"one of {names}", repr(case.model))
+    if case.model not in factories:
+        checks.fail("replay", "the case's model", f"one of {list(factories)}", repr(case.model))
     space = Space(
         meshes=[case.mesh],
         options={name: [value] for name, value in case.options.items()},
@@ -209,15 +209,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def _factories(
     given: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
-) -> tuple[Sequence[str], Mapping[str, Callable[[], nn.Module]]]:
+) -> Mapping[str, Callable[[], nn.Module]]:
     if isinstance(given, Mapping):
-        return list(given), given
+        return given
     if isinstance(given, nn.Module) or not callable(given):
         raise TypeError(
             "verify: model_factory must be a function that returns a module (several are made), "
             f"got {checks.type_name(given)}"
         )
-    return [""], {"": given}
+    return {"": given}
 
 
 def _workloads(factories: Mapping[str, Callable[[], nn.Module]]) -> Sequence[str]:
@@ -326,14 +326,13 @@ def _failure(case: Case, outcome: _Outcome, space: Space, subject: Subject, run:
 def shrink(case: Case, space: Space, fails: Callable[[Case], bool]) -> Case:
     """Make a failing case simpler, one change at a time, while it fails in the same way."""
     tried = {case.code()}
-    progress = True
-    while progress:
-        progress = False
+    while True:
         for simpler in space.simpler(case):
             if simpler.code() in tried or len(tried) > _MOST_SHRINKS:
                 continue
             tried.add(simpler.code())
             if fails(simpler):
-                case, progress = simpler, True
+                case = simpler
                 break
-    return case
+        else:
+            return case

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import env
+from fusedops.launch.processes import connect
 from fusedops.testing.ranks import RankError
 
 PATIENCE = 120.0
@@ -135,16 +136,12 @@ def _serve(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def _world(store: str, rank: int, size: int, patience: float) -> Any:
+    import torch
     from torch import distributed as dist
 
     env.set_launched(rank, size)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=patience / 2),
-    )
+    timeout = timedelta(seconds=patience / 2)
+    connect(torch.device("cpu"), dist.FileStore(store, size), rank, size, timeout)
     try:
         yield
     finally:

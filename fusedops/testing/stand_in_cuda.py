@@ -19,14 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fusedops._core import backends, exchange_kernels
-from fusedops.testing.stand_in_device import StandIn, current
-
-
-def _device() -> StandIn:
-    device = current()
-    if device is None:
-        raise RuntimeError("torch.cuda: only ranks have a stand-in device, got a call outside")
-    return device
+from fusedops.testing.stand_in_device import current, rank_device, seeing_device
 
 
 class _Event:
@@ -38,16 +31,16 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
         if not self._has_time:  # one with a time is there to be read, not to order streams
-            _device().record("stream", "Event.record")
+            rank_device().record("stream", "Event.record")
 
     def wait(self, stream: Any = None) -> None:
-        _device().record("stream", "Event.wait")
+        rank_device().record("stream", "Event.wait")
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        _device().record("wait", "Event.synchronize")
+        rank_device().record("wait", "Event.synchronize")
 
     def elapsed_time(self, end: _Event) -> float:
         if not (self._has_time and end._has_time) or math.isnan(self._time + end._time):
@@ -62,14 +55,14 @@ class _Stream:
     """A stream, which is current inside of ``torch.cuda.stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = _device().device
+        self.device = rank_device().device
         self.priority = priority
 
     def wait_event(self, event: Any) -> None:
-        _device().record("stream", "Stream.wait_event")
+        rank_device().record("stream", "Stream.wait_event")
 
     def wait_stream(self, stream: Any) -> None:
-        _device().record("stream", "Stream.wait_stream")
+        rank_device().record("stream", "Stream.wait_stream")
 
     def record_event(self, event: Any = None) -> _Event:
         event = event or _Event()
@@ -80,14 +73,14 @@ class _Stream:
         return True
 
     def synchronize(self) -> None:
-        _device().record("wait", "Stream.synchronize")
+        rank_device().record("wait", "Stream.synchronize")
 
     def __enter__(self) -> _Stream:
-        _device().streams.append(self)
+        rank_device().streams.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _device().streams.pop()
+        rank_device().streams.pop()
 
 
 def _answers(gpus: int) -> dict[str, Any]:
@@ -95,13 +88,13 @@ def _answers(gpus: int) -> dict[str, Any]:
     default_streams: dict[torch.device, _Stream] = {}
 
     def current_stream(device: Any = None) -> _Stream:
-        mine = _device()
+        mine = rank_device()
         return (
             mine.streams[-1] if mine.streams else default_streams.setdefault(mine.device, _Stream())
         )
 
     def properties(device: Any = None) -> Any:
-        name = f"stand-in {_device().device}"
+        name = f"stand-in {rank_device().device}"
         sizes = {"total_memory": 80 << 30, "multi_processor_count": 132}
         return SimpleNamespace(name=name, uuid=name, major=9, minor=0, **sizes)
 
@@ -112,10 +105,10 @@ def _answers(gpus: int) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: gpus,
-        "current_device": lambda: _device().device.index,
+        "current_device": lambda: rank_device().device.index,
         "set_device": nothing,
         "device": lambda device: contextlib.nullcontext(),
-        "synchronize": lambda device=None: _device().record("wait", "torch.cuda.synchronize"),
+        "synchronize": lambda device=None: rank_device().record("wait", "torch.cuda.synchronize"),
         "current_stream": current_stream,
         "default_stream": current_stream,
         "Stream": _Stream,
@@ -164,16 +157,15 @@ def stand_in_cuda(gpus: int) -> Iterator[None]:
 
         def run() -> None:
             assert device is not None
-            with device.copy_of():
+            with device.copy_of().active():
                 body()
 
         if device is not None:
             thread.run = run  # type: ignore[method-assign]
 
     def hooks_of_rank(hooks: Any, *callbacks: Callable[..., Any]) -> None:
-        device = current()
-        if device is not None:
-            callbacks = tuple(map(device.acting, callbacks))
+        if current() is not None:
+            callbacks = tuple(map(seeing_device, callbacks))
         make_hooks(hooks, *callbacks)
 
     replaced: list[tuple[Any, str, Any]] = [

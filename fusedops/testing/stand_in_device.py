@@ -17,7 +17,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -94,7 +94,7 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 
 class StandIn:
-    """The device of one rank, as a context manager of the rank's thread.
+    """The device of one rank in one of the rank's threads.
 
     Args:
         device: as ``torch.device("cuda", 1)``.
@@ -105,6 +105,7 @@ class StandIn:
         streams: those that are current, the innermost last.
         has_exchanged: whether an operator called Python code of the rank.
         operator_device: of the operands of the operator that runs; ``None`` on the host.
+        calls: functions of torch that Python has called and that run.
     """
 
     def __init__(self, device: torch.device, record: Callable[[DeviceEvent], None]) -> None:
@@ -112,36 +113,26 @@ class StandIn:
         self.streams: list[Any] = []
         self.has_exchanged = False
         self.operator_device: torch.device | None = None
+        self.calls = 0
         self._record = record
-        self._modes = contextlib.ExitStack()
 
-    def __enter__(self) -> StandIn:
-        self._modes.callback(setattr, _thread, "device", getattr(_thread, "device", None))
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Give the calling thread the device."""
         _thread.device = self
-        self._modes.enter_context(_Operators(self))
-        self._modes.enter_context(_Functions(self))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._modes.close()
+        try:
+            with _Operators(), _Functions():
+                yield
+        finally:
+            _thread.device = None
 
     def copy_of(self) -> StandIn:
         """Return one for another thread of the rank."""
         return StandIn(self.device, self._record)
 
-    def acting(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callback of torch that sees the device: torch calls it with the mode off."""
-
-        @functools.wraps(callback)
-        def act(*args: Any) -> Any:
-            with torch._C._EnableTorchFunction(), _Functions(self):
-                return callback(*args)
-
-        return act
-
     def run_exchange(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call the kernel of an operator that communicates: Python of the rank, with modes off."""
-        with torch._C._EnableTorchFunction(), _Operators(self), _Functions(self):
+        with torch._C._EnableTorchFunction(), _Operators(), _Functions():
             device, self.operator_device = self.operator_device, None
             try:
                 return kernel(*args)
@@ -159,8 +150,9 @@ class StandIn:
             return None
         return self.device if device.index is None else device
 
-    def transfer(self, what: str, tensor: torch.Tensor, *, is_async: bool) -> None:
-        """Record a copy of a tensor between host and device."""
+    def transfer(self, tensor: torch.Tensor, to: torch.device | None, *, is_async: bool) -> None:
+        """Record a copy of a tensor from host to device or, if ``to`` is ``None``, to the host."""
+        what = "copy to host" if to is None else "copy to device"
         kind, note = ("copy", "") if is_async else ("wait", " from or to memory that is not pinned")
         self.record(kind, what + note, tensor.numel() * tensor.element_size())
 
@@ -173,14 +165,21 @@ def current() -> StandIn | None:
     return getattr(_thread, "device", None)
 
 
+def rank_device() -> StandIn:
+    """Return the device of the rank whose thread calls; raise where there is none."""
+    device = current()
+    if device is None:
+        raise RuntimeError("torch.cuda: only ranks have a stand-in device, got a call outside")
+    return device
+
+
 def caller() -> str:
     """Return ``file:line`` of the innermost frame outside of torch and of this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_SKIPPED):
-            start = _PACKAGE if name.startswith(_PACKAGE) else os.getcwd()
-            base = os.path.dirname(start) if start == _PACKAGE else start
+            base = os.path.dirname(_PACKAGE) if name.startswith(_PACKAGE) else os.getcwd()
             return f"{os.path.relpath(name, base)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -203,96 +202,90 @@ def _takes_groups(func: Any) -> bool:
 class _Operators(TorchDispatchMode):
     """Gives results the device of their operands, and records what operators cost."""
 
-    def __init__(self, stand_in: StandIn) -> None:
-        super().__init__()
-        self._stand_in = stand_in
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(map(is_traceable_wrapper_subclass, operands)):
             return NotImplemented  # its own operators on the local shards come here
         with torch._C.DisableTorchFunction():
-            device = self._checked(func, operands, args, kwargs)
-            self._stand_in.has_exchanged = False
-            before, self._stand_in.operator_device = self._stand_in.operator_device, device
+            stand_in = rank_device()
+            device = _checked(stand_in, func, operands, args, kwargs)
+            stand_in.has_exchanged = False
+            before, stand_in.operator_device = stand_in.operator_device, device
             try:
                 result = func(*args, **kwargs)
             finally:
-                self._stand_in.operator_device = before
-            if device is None or self._stand_in.has_exchanged:  # its Python has placed the results
+                stand_in.operator_device = before
+            if device is None or stand_in.has_exchanged:  # its Python has placed the results
                 return result
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and all(leaf is not x for x in operands):
                     _place(leaf, device)
         return result
 
-    def _checked(
-        self, func: Any, operands: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> torch.device | None:
-        """Record what an operator costs; return the device of its results."""
-        name = func._schema.name
-        if name in _COPIES:
-            self._record_copies(args, kwargs)
-            return None
-        if not operands:
-            # Outside of Python's calls autograd makes zeros for gradients that nobody computed.
-            in_backward = torch._C._current_graph_task_id() >= 0
-            by_python = getattr(_thread, "calls", 0) > 0
-            return self._stand_in.device if in_backward and not by_python else None
-        devices = [device_of(operand) for operand in operands]
-        device = next((place for place in devices if place is not None), None)
-        if device is None:
-            return None
-        if name in _INDEXED:
-            self._record_index(name, args)
-        elif name in _READS or any(tag in func.tags for tag in _TAGS):
-            self._stand_in.record("wait", name)
-        elif not _takes_groups(func):
-            for operand, place in zip(operands, devices, strict=True):
-                # A scalar of the host is an argument of a kernel.
-                if place is None and operand.dim() > 0 and not operand.is_meta:
-                    self._stand_in.record("misplaced", name)
-                    break
-        return device
 
-    def _record_copies(self, args: Any, kwargs: Any) -> None:
-        targets, sources, *rest = args
-        non_blocking = kwargs.get("non_blocking", rest[0] if rest else False)
-        if isinstance(targets, torch.Tensor):
-            targets, sources = [targets], [sources]
-        for target, source in zip(targets, sources, strict=True):
-            to, of = device_of(target), device_of(source)
-            if source.numel() == 0 or (to is None) == (of is None):
-                continue
-            what = "copy to host" if to is None else "copy to device"
-            is_pinned = _is_pinned(target if to is None else source)
-            self._stand_in.transfer(what, source, is_async=non_blocking and is_pinned)
+def _checked(
+    stand_in: StandIn, func: Any, operands: list[torch.Tensor], args: Any, kwargs: Any
+) -> torch.device | None:
+    """Record what an operator costs; return the device of its results."""
+    name = func._schema.name
+    if name in _COPIES:
+        _record_copies(stand_in, args, kwargs)
+        return None
+    if not operands:
+        # Outside of Python's calls autograd makes zeros for gradients that nobody computed.
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return stand_in.device if in_backward and not stand_in.calls else None
+    devices = [device_of(operand) for operand in operands]
+    device = next((place for place in devices if place is not None), None)
+    if device is None:
+        return None
+    if name in _INDEXED:
+        _record_index(stand_in, name, args)
+    elif name in _READS or any(tag in func.tags for tag in _TAGS):
+        stand_in.record("wait", name)
+    elif not _takes_groups(func):
+        for operand, place in zip(operands, devices, strict=True):
+            # A scalar of the host is an argument of a kernel.
+            if place is None and operand.dim() > 0 and not operand.is_meta:
+                stand_in.record("misplaced", name)
+                break
+    return device
 
-    def _record_index(self, name: str, args: Any) -> None:
-        indices = [index for index in args[1] if index is not None]
-        has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-        # One value is written where a mask is set, without the indices.
-        is_fill = name != "aten::index" and args[2].numel() == 1
-        if any(device_of(index) is None for index in indices):
-            self._stand_in.record("wait", f"{name} with indices in host memory")
-        elif has_mask and not is_fill:
-            self._stand_in.record("wait", f"{name} with a mask")
+
+def _record_copies(stand_in: StandIn, args: Any, kwargs: Any) -> None:
+    targets, sources, *rest = args
+    non_blocking = kwargs.get("non_blocking", rest[0] if rest else False)
+    if isinstance(targets, torch.Tensor):
+        targets, sources = [targets], [sources]
+    for target, source in zip(targets, sources, strict=True):
+        to, of = device_of(target), device_of(source)
+        if source.numel() == 0 or (to is None) == (of is None):
+            continue
+        is_pinned = _is_pinned(target if to is None else source)
+        stand_in.transfer(source, to, is_async=non_blocking and is_pinned)
+
+
+def _record_index(stand_in: StandIn, name: str, args: Any) -> None:
+    indices = [index for index in args[1] if index is not None]
+    has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    # One value is written where a mask is set, without the indices.
+    is_fill = name != "aten::index" and args[2].numel() == 1
+    if any(device_of(index) is None for index in indices):
+        stand_in.record("wait", f"{name} with indices in host memory")
+    elif has_mask and not is_fill:
+        stand_in.record("wait", f"{name} with a mask")
 
 
 class _Functions(TorchFunctionMode):
     """Answers for the device where Python asks, and makes tensors on it."""
 
-    def __init__(self, stand_in: StandIn) -> None:
-        super().__init__()
-        self._stand_in = stand_in
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         answer = _ANSWERS.get(func)
         if answer is not None:
-            return answer(self._stand_in, func, *args, **kwargs)
-        stand_in, pin = self._stand_in, kwargs.pop("pin_memory", False)
+            return answer(func, *args, **kwargs)
+        stand_in, pin = rank_device(), kwargs.pop("pin_memory", False)
         device = None
         is_placed = (
             kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "meta"
@@ -300,11 +293,11 @@ class _Functions(TorchFunctionMode):
         if is_placed:
             device = stand_in.named(kwargs["device"])
             kwargs["device"] = _CPU if device is not None else kwargs["device"]
-        _thread.calls = getattr(_thread, "calls", 0) + 1
+        stand_in.calls += 1
         try:
             result = func(*args, **kwargs)
         finally:
-            _thread.calls -= 1
+            stand_in.calls -= 1
         if pin:
             _pin(result)
         if is_placed:
@@ -318,7 +311,7 @@ class _Functions(TorchFunctionMode):
         return result
 
 
-def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _to(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Do what ``Tensor.to`` does; first a device, ``None``, a dtype or a tensor."""
     rest = list(args)
     device: Any = kwargs.pop("device", None)
@@ -331,11 +324,10 @@ def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs
     if rest and isinstance(rest[0], torch.dtype):
         kwargs["dtype"] = rest.pop(0)
     kwargs.update(zip(("non_blocking", "copy"), rest, strict=False))
-    return _moved(stand_in, tensor, device, **kwargs)
+    return _moved(tensor, device, **kwargs)
 
 
 def _moved(
-    stand_in: StandIn,
     tensor: torch.Tensor,
     device: Any,
     *,
@@ -343,6 +335,7 @@ def _moved(
     copy: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
+    stand_in = rank_device()
     if tensor.is_meta or (device is not None and torch.device(device).type == "meta"):
         is_stand_in = device is not None and stand_in.named(device) is not None
         return torch.Tensor.to(tensor, device=_CPU if is_stand_in else device, copy=copy, **kwargs)
@@ -352,15 +345,14 @@ def _moved(
     if moves and tensor.numel() > 0:
         # An asynchronous copy to the host gets pinned memory from torch.
         is_async = non_blocking and (to is None or _is_pinned(tensor))
-        what = "copy to host" if to is None else "copy to device"
-        stand_in.transfer(what, tensor, is_async=is_async)
+        stand_in.transfer(tensor, to, is_async=is_async)
     result = torch.Tensor.to(tensor, copy=copy or moves, **kwargs)
     if moves:
         _place(result, to)
     return result
 
 
-def _pin_memory(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+def _pin_memory(func: Any, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if device_of(tensor) is not None:
         raise RuntimeError("pin_memory: the tensor must be in host memory, got one on a device")
     pinned = tensor.clone()
@@ -368,43 +360,51 @@ def _pin_memory(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> 
     return pinned
 
 
-def _read(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _read(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if device_of(tensor) is not None:
-        stand_in.record("wait", f"Tensor.{func.__name__}")
+        rank_device().record("wait", f"Tensor.{func.__name__}")
     return func(tensor, *args, **kwargs)
 
 
-def _deepcopy(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+def _deepcopy(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
     result = func(tensor, *args)
     _place(result, device_of(tensor))
     return result
 
 
-def _backward(
-    stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> None:
+def seeing_device(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a callback of torch that sees the device: torch calls it with the mode off."""
+
+    def call(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction(), _Functions():
+            return callback(*args)
+
+    return call
+
+
+def _backward(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Call autograd with the mode on, for hooks and for nodes in Python."""
     kwargs.update(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False))
     gradient = kwargs.pop("gradient", None)
-    with _Functions(stand_in):
+    with _Functions():
         torch.autograd.backward(tensor, gradient, **kwargs)
 
 
 _T: Any = torch.Tensor
-# Called with the stand-in device, the function, and its arguments.
+# Called with the function and its arguments.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    _T.device.__get__: lambda _, func, tensor, *__: device_of(tensor) or func(tensor),
-    _T.is_cuda.__get__: lambda _, func, tensor, *__: device_of(tensor) is not None,
-    _T.is_cpu.__get__: lambda _, func, tensor, *__: device_of(tensor) is None and func(tensor),
-    _T.get_device: lambda _, func, tensor: getattr(device_of(tensor), "index", func(tensor)),
+    _T.device.__get__: lambda func, tensor, *_: device_of(tensor) or func(tensor),
+    _T.is_cuda.__get__: lambda func, tensor, *_: device_of(tensor) is not None,
+    _T.is_cpu.__get__: lambda func, tensor, *_: device_of(tensor) is None and func(tensor),
+    _T.get_device: lambda func, tensor: getattr(device_of(tensor), "index", func(tensor)),
     _T.to: _to,
-    _T.cuda: lambda self, _, tensor, device="cuda", **kw: _moved(self, tensor, device, **kw),
-    _T.cpu: lambda self, _, tensor, **kw: _moved(self, tensor, "cpu", **kw),
+    _T.cuda: lambda _, tensor, device="cuda", **kw: _moved(tensor, device, **kw),
+    _T.cpu: lambda _, tensor, **kw: _moved(tensor, "cpu", **kw),
     _T.pin_memory: _pin_memory,
-    _T.is_pinned: lambda _, func, tensor, *__: _is_pinned(tensor),
+    _T.is_pinned: lambda _, tensor, *__: _is_pinned(tensor),
     _T.tolist: _read,
     _T.numpy: _read,
-    _T.record_stream: lambda self, *_: self.record("stream", "Tensor.record_stream"),
+    _T.record_stream: lambda *_: rank_device().record("stream", "Tensor.record_stream"),
     _T.__deepcopy__: _deepcopy,
     _T.backward: _backward,
 }

@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -39,29 +40,14 @@ _NAME = "THREADED"
 _one_at_a_time = threading.Lock()
 
 
+@dataclass
 class _Run:
-    """What the groups of one run share: the scheduler and the collectives that are not full."""
+    """What the groups of one run share."""
 
-    def __init__(self, size: int, seed: int, observe: Observer | None) -> None:
-        self.scheduler = ThreadScheduler(size, seed)
-        self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
-        self._observe = observe
-
-    def join(
-        self,
-        key: tuple[Any, ...],
-        ranks: tuple[int, ...],
-        expected: int,
-        rank: int,
-        call: ThreadCall,
-    ) -> ThreadWork:
-        if self._observe is not None:
-            self._observe(self.scheduler.rank, key[0], ranks, call)
-        collective = self.pending.setdefault(key, ThreadCollective(expected))
-        collective.join(rank, call)
-        if collective.full():
-            del self.pending[key]
-        return ThreadWork(self.scheduler, [(collective, rank)])
+    scheduler: ThreadScheduler
+    observe: Observer | None
+    # The collectives that are not full, by group, ranks and number
+    pending: dict[tuple[Any, ...], ThreadCollective] = field(default_factory=dict)
 
 
 # Typed so because torch gives these methods several signatures; what it calls are these.
@@ -88,10 +74,22 @@ class _ThreadGroup(_ProcessGroup):
         sizes: Sequence[int] = (),
     ) -> ThreadWork:
         self._count[()] += 1
-        key = (self._key, self._ranks, self._count[()])
         where = f"rank {self._ranks[self._mine]} in the group of ranks {list(self._ranks)}"
         call = ThreadCall(kind, inputs, outputs, detail, tuple(sizes), where)
-        return self._run.join(key, self._ranks, len(self._ranks), self._mine, call)
+        return self._join((self._count[()],), len(self._ranks), self._mine, call)
+
+    def _join(
+        self, number: tuple[int, ...], expected: int, rank: int, call: ThreadCall
+    ) -> ThreadWork:
+        """Take part as one of ``expected`` ranks in the communication of this number."""
+        run, key = self._run, (self._key, self._ranks, *number)
+        if run.observe is not None:
+            run.observe(run.scheduler.rank, self._key, self._ranks, call)
+        collective = run.pending.setdefault(key, ThreadCollective(expected))
+        collective.join(rank, call)
+        if collective.full():
+            del run.pending[key]
+        return ThreadWork(run.scheduler, [(collective, rank)])
 
     @property
     def group_name(self) -> str:
@@ -189,12 +187,12 @@ class _ThreadGroup(_ProcessGroup):
 
     def _pair(self, kind: str, tensors: Tensors, source: int, to: int, tag: int) -> ThreadWork:
         self._count[kind, source, to, tag] += 1
-        key = (self._key, self._ranks, source, to, tag, self._count[kind, source, to, tag])
+        number = (source, to, tag, self._count[kind, source, to, tag])
         arrow = f"from rank {self._ranks[source]} to rank {self._ranks[to]}"
         given, got = (tensors, []) if kind == "send" else ([], tensors)
         call = ThreadCall(kind, given, got, None, _sizes(tensors), arrow)
         # The sender is the first of the two, whatever their ranks are.
-        return self._run.join(key, self._ranks, 2, 0 if kind == "send" else 1, call)
+        return self._join(number, 2, 0 if kind == "send" else 1, call)
 
     def barrier(self, opts: Any = None) -> ThreadWork:
         return self._start("barrier", [], [])
@@ -241,7 +239,7 @@ def run(
     Raises:
         RankError: a rank raised, or all wait for each other; it tells which and why.
     """
-    run = _Run(size, seed, observe)
+    run = _Run(ThreadScheduler(size, seed), observe)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
     store = dist.HashStore()

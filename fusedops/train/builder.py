@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from fusedops.nn.vectors import vector_patterns
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
-from fusedops.profiler import StepRecorder
 from fusedops.runtime import host
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, resume
@@ -44,53 +43,89 @@ from fusedops.train.config import Config, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
-from fusedops.train.observe import MemoryRecording, recording, snapshot_when_exhausted
+from fusedops.train.observe import MemoryRecording, make_recorder, snapshot_when_exhausted
 from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
 _ROWS = 64
 
 
-@dataclass
 class Run:
-    """A training run between two steps."""
+    """A training run between two steps; its parts are built in the order of their dependencies.
 
-    config: Config
-    ranks: Ranks
-    parallel: TrainEngine  # the model, and how the processes share its training
-    optimizer: AdamW
-    scale: LossScale  # of the loss
-    train: Sequences
-    validation: Sequences | None  # sequences that are only evaluated; ``None``: there are none
-    checkpointer: Checkpointer
-    guard: Guard
-    metrics: Metrics | None  # where figures go; ``None`` on all ranks but the first
-    flops: float  # of a token, forward and backward
-    peak: float  # operations a second that all devices reach; a faster step raises it
-    corpus: str  # identity of the tokens
-    facts: Mapping[str, Any]  # what else the steps depend on, for the run that resumes
-    precision: str  # what is computed in which dtype, and why, in a line
-    step: int = 0  # steps that were done
-    position: int = 0  # sequences that were trained on
-    skipped: int = 0  # the last steps, whose loss or gradients were not finite
-    notes: tuple[str, ...] = ()  # what the user should know before the first step
-    recorder: StepRecorder | None = None  # of where the time of the steps goes
-    memory: MemoryRecording | None = None  # of what one step allocates
-    arena: StepArena | None = None  # the block of memory that steps run in
+    Args:
+        config: of the run.
+        ranks: that train together.
+        resources: closes the files of the run when it ends.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, resources: contextlib.ExitStack) -> None:
+        wide = bool(config.parallel.get("ep_deterministic"))
+        # ``self.precision`` says what is computed in which dtype, and why, in a line
+        resolved, self.precision = precision.resolve(config.precision, ranks.device, wide=wide)
+        self.ranks = ranks
+        self.config = config = replace(config, precision=resolved)
+        # Before anything that all ranks take part in because their configurations say so.
+        ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
+        if config.tune_host and ranks.device.type == "cpu":
+            host.tune_host()
+        self.step = 0  # steps that were done
+        self.position = 0  # sequences that were trained on
+        self.skipped = 0  # the last steps, whose loss or gradients were not finite
+        self.notes: tuple[str, ...] = ()  # what the user should know before the first step
+        out = Path(config.out)
+        corpus, sizes = _build_corpus(config, ranks, out, resources)
+        # The model, and how the processes share its training
+        self.parallel = build_parallel_model(config, sizes, ranks)
+        model = self.parallel.model
+        self.optimizer = _build_optimizer(config, self.parallel, ranks)
+        self.scale = LossScale(config.precision)  # of the loss
+        folder, keep = out / "checkpoints", config.checkpoint.keep
+        self.checkpointer = Checkpointer(folder, model, self.optimizer, keep=keep, scale=self.scale)
+        resources.enter_context(self.checkpointer)
+        if isinstance(self.optimizer, OffloadedAdamW):
+            resources.callback(self.optimizer.close)
+        self.guard = Guard(self.checkpointer, **asdict(config.guard))
+        self.checkpointer.add(guard=self.guard)
+        # Sequences that are trained on, and those that are only evaluated, if there are any
+        self.train, self.validation = _sequences(corpus, config)
+        # Operations of a token, forward and backward
+        self.flops = metrics.flops_per_token(sizes, config.data.seq_len)
+        peak = config.log.peak_tflops * 1e12 or metrics.peak_flops(
+            ranks.device, getattr(torch, config.precision.compute)
+        )
+        # Operations a second that all devices reach; a faster step raises it
+        self.peak = ranks.total(peak)[0]
+        # What its checkpoints say of it
+        self.description = resume.description(config, sizes, corpus, self.parallel.config)
+        if config.validation.sequences and self.validation is None:
+            kept = len(corpus.validation)
+            self.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
+        self._resume()
+        self.metrics: Metrics | None = None  # where figures go; ``None`` on all ranks but the first
+        with ranks.together():
+            if ranks.rank == 0:
+                self.metrics = Metrics(out, step=self.step, loggers=make_loggers(config, self.step))
+                resources.callback(self.metrics.close)
+        # Of the time of all steps, and of what one step allocates
+        self.recorder = make_recorder(config, self.parallel, ranks, resources)
+        memory = StepMemory(model, self.optimizer)
+        self.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
+        self.arena: StepArena | None = None  # the block of memory that steps run in
+        if config.arena:
+            try:  # all ranks have the same devices
+                self.arena = use_arena(model)
+            except checks.UnsupportedError as error:
+                raise InputError(f"config: arena = true is not possible: {error}") from None
+            resources.callback(self.arena.remove)
+        if config.log.memory_snapshot and ranks.device.type == "cuda":
+            resources.enter_context(snapshot_when_exhausted(out, ranks))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Return the context of a forward."""
         with self.section("forward"), precision.computing(self.config.precision, self.ranks.device):
             yield
-
-    def recorded_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Return what records the memory of the next step, if it is the one to be recorded."""
-        return contextlib.nullcontext() if self.memory is None else self.memory.step(self.step + 1)
-
-    def planned_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Return what lets the next step allocate from the arena, if there is one."""
-        return contextlib.nullcontext() if self.arena is None else self.arena.step()
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return what times a section of the step; nothing where nobody records."""
@@ -104,6 +139,15 @@ class Run:
         for group in self.optimizer.param_groups:
             group.update(_options(self.config))
 
+    def _resume(self) -> None:
+        restored, notes = resume.load_last_good(self.checkpointer)
+        if restored is None:
+            return
+        resume.check_model(restored.extra, self.description)
+        self.resume_from(restored)
+        notes += resume.changes(restored.step, restored.extra, self.description)
+        self.notes = (*self.notes, *notes)
+
 
 @contextlib.contextmanager
 def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
@@ -113,56 +157,8 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         InputError: something that was asked for cannot be; on all ranks.
         CheckpointError: there are checkpoints, and none is good.
     """
-    out = Path(config.out)
-    wide = bool(config.parallel.get("ep_deterministic"))
-    resolved, precision_line = precision.resolve(config.precision, ranks.device, wide=wide)
-    config = replace(config, precision=resolved)
-    # Before anything that all ranks take part in because their configurations say so.
-    ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
-    if config.tune_host and ranks.device.type == "cpu":
-        host.tune_host()
     with contextlib.ExitStack() as resources:
-        corpus, sizes = _build_corpus(config, ranks, out, resources)
-        parallel = build_parallel_model(config, sizes, ranks)
-        optimizer = _build_optimizer(config, parallel, ranks)
-        scale = LossScale(config.precision)
-        checkpointer, guard = _build_checkpointer(config, parallel, optimizer, scale, resources)
-        train, validation = _sequences(corpus, config)
-        run = Run(
-            config=config,
-            ranks=ranks,
-            parallel=parallel,
-            optimizer=optimizer,
-            scale=scale,
-            train=train,
-            validation=validation,
-            checkpointer=checkpointer,
-            guard=guard,
-            metrics=None,
-            flops=metrics.flops_per_token(sizes, config.data.seq_len),
-            peak=_peak(config, ranks),
-            corpus=corpus.identity,
-            facts=resume.facts(corpus, sizes, parallel.config),
-            precision=precision_line,
-        )
-        if config.validation.sequences and run.validation is None:
-            kept = len(corpus.validation)
-            run.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
-        _resume(run)
-        with ranks.together():
-            if ranks.rank == 0:
-                run.metrics = Metrics(out, step=run.step, loggers=make_loggers(config, run.step))
-                resources.callback(run.metrics.close)
-        run.recorder = resources.enter_context(recording(config, parallel, ranks))
-        if config.log.memory_step:
-            memory = StepMemory(parallel.model, optimizer)
-            run.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
-        if config.arena:
-            run.arena = _build_arena(parallel)
-            resources.callback(run.arena.remove)
-        if config.log.memory_snapshot:
-            resources.enter_context(snapshot_when_exhausted(out, ranks))
-        yield run
+        yield Run(config, ranks, resources)
 
 
 def _build_corpus(
@@ -172,7 +168,7 @@ def _build_corpus(
     cache = Path(config.data.cache) if config.data.cache else out / "cache"
     with ranks.together(), ranks.first() as is_first:
         if is_first:
-            check_installed(config.log)
+            check_installed(config)
             _make_export(config)
             resources.enter_context(lock_run_folder(out))
             corpora.prepare(config.data, cache)
@@ -202,51 +198,21 @@ def _build_optimizer(config: Config, parallel: TrainEngine, ranks: Ranks) -> Ada
         return parallel.optimizer(
             **_options(config),
             no_decay=no_decay,
-            state_dtype=precision.dtype(config.optimizer.state_dtype),
+            state_dtype=getattr(torch, config.optimizer.state_dtype),
             seed=config.seed,
         )
     except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None
 
 
-def _build_arena(parallel: TrainEngine) -> StepArena:
-    try:  # all ranks have the same devices
-        return use_arena(parallel.model)
-    except checks.UnsupportedError as error:
-        raise InputError(f"config: arena = true is not possible: {error}") from None
-
-
-def _build_checkpointer(
-    config: Config,
-    parallel: TrainEngine,
-    optimizer: AdamW,
-    scale: LossScale,
-    resources: contextlib.ExitStack,
-) -> tuple[Checkpointer, Guard]:
-    """Return the checkpointer and the guard, whose states are in checkpoints."""
-    folder, keep = Path(config.out) / "checkpoints", config.checkpoint.keep
-    checkpointer = Checkpointer(folder, parallel.model, optimizer, keep=keep, scale=scale)
-    resources.enter_context(checkpointer)
-    if isinstance(optimizer, OffloadedAdamW):
-        resources.callback(optimizer.close)
-    guard = Guard(checkpointer, **asdict(config.guard))
-    checkpointer.add(guard=guard)
-    return checkpointer, guard
-
-
 def _make_export(config: Config) -> None:
     """Make the folder of the exported weights: an error must come before training, not after it.
 
     Raises:
-        InputError: the folder cannot be made, or the package that writes weights is missing.
+        InputError: the folder cannot be made.
     """
     if not config.export:
         return
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        message = "config: export needs the package safetensors: pip install safetensors"
-        raise InputError(message) from None
     try:
         Path(config.export).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -302,13 +268,11 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
 
 def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     """Return the ``ParallelConfig`` of a table; ``dp`` is what the ranks leave for it."""
-    if given.get("mode") != "data" and "dp" not in given:
-        smallest = check_parallel(given)
-        others = smallest.tp * smallest.cp * smallest.pp
-        if ranks % others:
-            smallest.for_ranks(ranks)  # raises
-        given = given | {"dp": ranks // others}
-    return config_table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
+    config = check_parallel(given)
+    others = config.tp * config.cp * config.pp
+    if config.mode != "data" and "dp" not in given and ranks % others == 0:
+        config = replace(config, dp=ranks // others)
+    return config.for_ranks(ranks)
 
 
 def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
@@ -360,28 +324,10 @@ def _options(config: Config) -> dict[str, Any]:
 def _sequences(corpus: corpora.Corpus, config: Config) -> tuple[Sequences, Sequences | None]:
     """Return the sequences of training, and those of validation if there are any."""
     data = config.data
-    of_train, of_validation = (None if part is None else part.at for part in corpus.domains)
+    of_train, of_validation = corpus.domains
     given: dict[str, Any] = {"end": corpus.end if data.documents else None}
     order: dict[str, Any] = {"seed": config.seed, "shuffle": data.shuffle}
     train = Sequences(corpus.train, data.seq_len, domains=of_train, **order, **given)
     if not config.validation.sequences or len(corpus.validation) <= data.seq_len:
         return train, None
     return train, Sequences(corpus.validation, data.seq_len, domains=of_validation, **given)
-
-
-def _peak(config: Config, ranks: Ranks) -> float:
-    """Return the operations a second of all devices together."""
-    given = config.log.peak_tflops * 1e12
-    mine = given or metrics.peak_flops(ranks.device, precision.dtype(config.precision.compute))
-    return ranks.total(mine)[0]
-
-
-def _resume(run: Run) -> None:
-    restored, notes = resume.load_last_good(run.checkpointer)
-    if restored is None:
-        return
-    model: Any = run.parallel.model
-    resume.check_model(restored.extra, model.config)
-    run.resume_from(restored)
-    notes += resume.changes(restored, run.config, model.config, run.corpus, run.facts)
-    run.notes = (*run.notes, *notes)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
+from fusedops.checkpoint.guard import ACTIONS
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.models import ParallelConfig
@@ -19,11 +20,8 @@ from fusedops.models import ParallelConfig
 SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
-TOKEN_DTYPES = ("uint16", "int32", "int64")
-TEXT_ERRORS = ("strict", "skip", "replace")
 # A factor that is no power of two would change the bits of all gradients.
 LEAST_LOSS_SCALE, _MOST_LOSS_SCALE = 2.0**-14, 2.0**32
-SPIKES = ("skip", "rollback", "stop", "go")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +48,8 @@ class DataConfig:
             expected = f"as many as train, {len(self.train)}, with domains"
             checks.fail("data", "validation", expected, len(self.validation))
         checks.integer("data", "seq_len", self.seq_len, least=1)
-        checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
-        checks.choice("data", "errors", self.errors, TEXT_ERRORS)
+        checks.choice("data", "token_dtype", self.token_dtype, ("uint16", "int32", "int64"))
+        checks.choice("data", "errors", self.errors, ("strict", "skip", "replace"))
         if not 0 <= self.validation_share < 1:
             checks.fail("data", "validation_share", "in [0, 1)", self.validation_share)
 
@@ -75,13 +73,11 @@ class OptimizerConfig:
         checks.positive("optimizer", "lr", self.lr)
         if not all(0 <= beta < 1 for beta in self.betas):
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
-        for name in ("eps", "weight_decay"):
+        for name in ("eps", "weight_decay", "clip"):
             checks.finite("optimizer", name, getattr(self, name), least=0)
         if isinstance(self.no_decay, str):
             checks.choice("optimizer", "no_decay", self.no_decay, ("vectors",))
         checks.choice("optimizer", "state_dtype", self.state_dtype, DTYPES[:2])
-        if not 0 <= self.clip < float("inf"):
-            checks.fail("optimizer", "clip", "a finite number of at least 0", self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +156,8 @@ class GuardConfig:
     max_rollbacks: int = 2
 
     def __post_init__(self) -> None:
-        checks.choice("guard", "on_nonfinite", self.on_nonfinite, SPIKES[:3])
-        checks.choice("guard", "on_spike", self.on_spike, SPIKES)
+        checks.choice("guard", "on_nonfinite", self.on_nonfinite, ACTIONS[:3])
+        checks.choice("guard", "on_spike", self.on_spike, ACTIONS)
         checks.positive("guard", "spike", self.spike)
         checks.integer("guard", "window", self.window, least=8)
         checks.integer("guard", "patience", self.patience, least=1)
@@ -200,9 +196,7 @@ class FaultConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.timeout < float("inf"):
-            expected = "a finite number of seconds of at least 0"
-            checks.fail("faults", "timeout", expected, self.timeout)
+        checks.finite("faults", "timeout", self.timeout, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ follows each of them. Later runs map the file, as they map a token file that the
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import glob
 import hashlib
 import json
@@ -31,7 +31,6 @@ TOKENS = ".bin"
 _VERSION = 5
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _log = logging.getLogger(__name__)
-_DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 _CACHED = re.compile(r"tokens-[0-9a-f]{16}\.(bin|json|\d+\.part)")
 _FILES_AT_ONCE = 64
 _SCAN = 1 << 24
@@ -55,7 +54,7 @@ class Domains:
     of_files: torch.Tensor  # int64, the domain of each
     first: int = 0  # place of the first token in that stream
 
-    def at(self, places: torch.Tensor) -> torch.Tensor:
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
         """Return the domains of tokens at these places, of any shape; int64."""
         return self.of_files[torch.searchsorted(self.ends, places + self.first, right=True)]
 
@@ -129,8 +128,7 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
             part = stream[start : min(last, start + _SCAN)].long()
             low, high = (int(bound) for bound in part.aminmax())
             if low < 0 or high >= vocab_size:
-                bad = (part < 0) | (part >= vocab_size)
-                place = int(bad.int().argmax())
+                place = int(((part < 0) | (part >= vocab_size)).nonzero()[0])
                 raise InputError(
                     f"the {name} tokens must be in [0, {vocab_size}), the model's vocabulary: "
                     f"number {start + place} is {int(part[place])}; make "
@@ -151,7 +149,7 @@ def _open(
             )
         if data.domains:
             raise InputError("data.domains must be false for a file of tokens, which has no files")
-        dtype, path = _DTYPES[data.token_dtype], files[0]
+        dtype, path = getattr(torch, data.token_dtype), files[0]
         identity = _sampled(path)
     else:
         tokenizer = tokenizer_of(data)
@@ -204,7 +202,7 @@ def _expand(paths: Iterable[str]) -> list[Path]:
                     f"the corpus {entry} must not be the folder of a run, which writes into it: "
                     "give the files or folders of the text in it, or choose another out"
                 )
-            files = _inside(path)
+            files = _matching(f"{glob.escape(str(path))}/**", path)
         elif path.is_file():
             files = [path]
         else:
@@ -219,19 +217,15 @@ def _expand(paths: Iterable[str]) -> list[Path]:
     return list(expanded)
 
 
-def _inside(folder: Path) -> list[Path]:
-    return _matching(f"{glob.escape(str(folder))}/**", folder)
-
-
 def _matching(pattern: str, root: Path) -> list[Path]:
     """Return the files of a pattern, without caches of tokens and runs' folders below ``root``."""
+
+    @functools.cache
+    def is_of_run(folder: Path) -> bool:
+        return root in folder.parents and (is_run_folder(folder) or is_of_run(folder.parent))
+
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    folders = {path.parent for path in paths}
-    above = {folder: [folder, *folder.parents] for folder in folders}
-    runs = {place for places in above.values() for place in places if root in place.parents}
-    runs = {place for place in runs if is_run_folder(place)}
-    kept = {folder for folder in folders if runs.isdisjoint(above[folder])}
-    files = [path for path in paths if path.parent in kept and path.is_file()]
+    files = [path for path in paths if path.is_file() and not is_of_run(path.parent)]
     return [file for file in files if not _CACHED.fullmatch(file.name)]
 
 
@@ -262,14 +256,6 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     # Not the number of its entries: ids may leave gaps.
     size = 1 + max(tokenizer.get_vocab().values())
     return Tokenizer(size, end, encode, f"{digest} {end}")
-
-
-def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
-    """Whether a corpus is a file of tokens without a tokenizer; it need not exist any more."""
-    paths = [Path(entry).expanduser() for entry in train]
-    files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
-    tokens = any(file.suffix == TOKENS for file in files)
-    return tokens and tokenizer == BYTES
 
 
 def open_tokenizer(path: str) -> tuple[Any, str]:
@@ -356,7 +342,7 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
                 encoded = tokenizer.encode([_read(path, errors) or "" for path in batch])
                 for path, ids in zip(batch, encoded, strict=True):
                     tokens = torch.cat([ids.to(dtype), end])
-                    file.write(ctypes.string_at(tokens.data_ptr(), tokens.nbytes))
+                    file.write(tokens.numpy().tobytes())
                     count += len(tokens)
                     ends.append((str(path), count))
         aside.rename(stem.with_suffix(TOKENS))

@@ -22,17 +22,17 @@ _SETTINGS = "tokenizer_config.json"
 _END = "<|endoftext|>"
 
 
-def export(model: Any, config: Config, *, first: bool) -> None:
+def export(model: Any, config: Config, *, first: bool, has_tokenizer: bool) -> None:
     """Write a trained model to ``config.export``; all ranks call this.
 
-    The ``first`` also writes the other files of the folder.
+    The ``first`` also writes the other files of the folder, if the run has a tokenizer.
 
     Raises:
         InputError: the tokenizer or a file cannot be read or written.
     """
     save_huggingface(model, config.export)
     data = config.data
-    if not first or corpus.lacks_tokenizer(data.train, data.tokenizer):
+    if not (first and has_tokenizer):
         return
     folder = Path(config.export)
     try:

@@ -1,6 +1,6 @@
 """Where the metrics of a run go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow.
 
-Each logger gets the line of every step. A step that is repeated after a rollback is logged again.
+Each logger gets the numbers of every step, again for a step that a rollback repeats.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
-from fusedops.train.config import Config, LogConfig
+from fusedops.train.config import Config
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Logger:
-    """Gets the line of each step; ``name`` is its key in the table ``log``."""
+    """Gets the numbers of each step; ``name`` is its key in the table ``log``."""
 
     name: str
-    log: Callable[[dict[str, Any]], object]
+    log: Callable[[dict[str, float], int], object]  # the numbers by name, and the step
     close: Callable[[], object] = lambda: None
 
 
@@ -48,24 +48,30 @@ def make_loggers(config: Config, step: int) -> list[Logger]:
     return loggers
 
 
-def check_installed(log: LogConfig) -> None:
+def check_installed(config: Config) -> None:
     """Raise an ``InputError`` unless the packages that are asked for are installed."""
-    for name, (module, _) in _SERVICES.items():
-        if getattr(log, name):
-            try:
-                importlib.import_module(module)
-            except ImportError:
-                message = f"log.{name} needs the package {name}: pip install {name}"
-                raise InputError(message) from None
+    log = config.log
+    needed = [
+        (f"log.{name}", module, name)
+        for name, (module, _) in _SERVICES.items()
+        if getattr(log, name)
+    ]
+    needed += [("config: export", "safetensors", "safetensors")] if config.export else []
+    for key, module, package in needed:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            message = f"{key} needs the package {package}: pip install {package}"
+            raise InputError(message) from None
 
 
 def _tensorboard(module: Any, config: Config, step: int) -> Logger:
     """Write events into ``tensorboard/`` of the run, where those of later steps are purged."""
     writer = module.SummaryWriter(f"{config.out}/tensorboard", purge_step=step + 1)
 
-    def log(record: dict[str, Any]) -> None:
-        for name, value in _numbers(record).items():
-            writer.add_scalar(name, value, record["step"])
+    def log(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
 
     return Logger("tensorboard", log, writer.close)
 
@@ -87,9 +93,7 @@ def _wandb(module: Any, config: Config, step: int) -> Logger:
     # Steps of its own would have to rise, also after a rollback.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return Logger(
-        "wandb", lambda record: run.log(_numbers(record) | {"step": record["step"]}), run.finish
-    )
+    return Logger("wandb", lambda numbers, step: run.log(numbers | {"step": step}), run.finish)
 
 
 def _mlflow(module: Any, config: Config, step: int) -> Logger:
@@ -101,11 +105,7 @@ def _mlflow(module: Any, config: Config, step: int) -> Logger:
     module.start_run(run_name=folder.name)
     settings = config_table.flat(asdict(config))
     module.log_params({name: str(value)[:500] for name, value in settings.items()})
-    return Logger(
-        "mlflow",
-        lambda record: module.log_metrics(_numbers(record), step=record["step"]),
-        module.end_run,
-    )
+    return Logger("mlflow", module.log_metrics, module.end_run)
 
 
 # By the key in the table ``log``, which is the name of the package: the module, and the logger.
@@ -114,12 +114,3 @@ _SERVICES = {
     "wandb": ("wandb", _wandb),
     "mlflow": ("mlflow", _mlflow),
 }
-
-
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Return what of a step's line is a number, without the step."""
-    return {
-        name: float(value)
-        for name, value in record.items()
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }

@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.tensor.layers import local
-from fusedops.train import metrics
+from fusedops.train import metrics, resume
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.export import export
@@ -79,16 +78,21 @@ def train(
 def _loop(
     run: Run, stop: StopSignals, watchdog: Watchdog, callback: ProgressCallback | None
 ) -> TrainResult:
-    config, loss, validation, stopped, fault = run.config, None, None, False, ""
+    config, recorder = run.config, run.recorder
+    loss, validation, stopped, fault = None, None, False, ""
     with run.ranks.together():  # what it refuses, all ranks do
         if callback is not None:
             callback.begin(run)
     while run.step < config.steps and not stopped:
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
-        with collectives.recorded() as log, _timed(run, log):
-            with run.planned_memory():
-                with run.recorded_memory():
+        with (
+            collectives.recorded() as log,
+            # With the validation and the checkpoint after it
+            contextlib.nullcontext() if recorder is None else recorder.step(run.step + 1, log),
+        ):
+            with contextlib.nullcontext() if run.arena is None else run.arena.step():
+                with run.memory.step(run.step + 1):
                     losses = backward(run)
                 with run.section("optimizer"):
                     result = update(run, losses, stop=stop.asked)
@@ -120,8 +124,8 @@ def _loop(
                 with run.section("checkpoint"):
                     fault = _fault(run, losses_of_step, done=done)
                     _save(run, finite=not fault, last=done or stopped)
-    if run.recorder is not None:
-        run.recorder.flush()
+    if recorder is not None:
+        recorder.flush()
     finished = run.step >= config.steps
     if finished and fault:
         good = run.checkpointer.last_confirmed()
@@ -133,7 +137,8 @@ def _loop(
         )
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
-        export(run.parallel, config, first=run.ranks.rank == 0)
+        has_tokenizer = resume.has_tokenizer(run.description)
+        export(run.parallel, config, first=run.ranks.rank == 0, has_tokenizer=has_tokenizer)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 
@@ -151,13 +156,6 @@ def _unfrozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:
-    """Return what times the next step, with the validation and the checkpoint after it."""
-    if run.recorder is None:
-        return contextlib.nullcontext()
-    return run.recorder.step(run.step + 1, log)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -168,18 +166,14 @@ def _fault(run: Run, losses: Sequence[float], *, done: bool) -> str:
     A step that was skipped alone is usual: the loss scale of float16 has grown too far, or a batch
     was bad. If the run ends with several, nothing says that it would have recovered.
     """
-    if not _has_finite_weights(run) or not all(map(math.isfinite, losses)):
+    parameters = run.parallel.model.parameters()
+    finite = torch.stack([torch.isfinite(local(param).detach()).all() for param in parameters])
+    spoilt_ranks = run.ranks.total(float(not finite.all()))[0]
+    if spoilt_ranks or not all(map(math.isfinite, losses)):
         return "a loss or weights that are not finite"
     if done and run.skipped >= min(_SKIPPED_AT_THE_END, run.config.steps):
         return f"{run.skipped} skipped steps, whose loss or gradients were not finite"
     return ""
-
-
-def _has_finite_weights(run: Run) -> bool:
-    """Return whether all weights are finite, on all ranks."""
-    parameters = run.parallel.model.parameters()
-    finite = [torch.isfinite(local(parameter).detach()).all() for parameter in parameters]
-    return run.ranks.total(float(not torch.stack(finite).all()))[0] == 0
 
 
 def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str, Any]:
@@ -218,15 +212,7 @@ def _save(run: Run, *, finite: bool, last: bool) -> None:
 
     One that cannot be written is logged, and the next is tried; without the last one the run fails.
     """
-    model: Any = run.parallel.model
-    extra = {
-        "corpus": run.corpus,
-        "config": asdict(run.config),
-        "model": asdict(model.config),
-        "facts": run.facts,
-        "finite": finite,
-        "skipped": run.skipped,
-    }
+    extra = {**run.description, "finite": finite, "skipped": run.skipped}
     with contextlib.suppress(CheckpointError):  # the checkpointer has logged it
         run.checkpointer.wait()  # for the one before
     try:

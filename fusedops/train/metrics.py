@@ -60,35 +60,42 @@ class Metrics:
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
-            # A killed process may have left half a line.
-            if not line.endswith(b"\n") or self._step_of(line, number) > step:
-                break
+            try:
+                # A killed process may have left half a line.
+                if not line.endswith(b"\n") or int(json.loads(line)["step"]) > step:
+                    break
+            except (ValueError, TypeError, KeyError):
+                raise InputError(
+                    f"{self._path} is damaged: line {number} is no step's; move it away, and the "
+                    "run continues with a new one"
+                ) from None
             end += len(line)
         self._file.truncate(end)
         self._file.seek(end)
-
-    def _step_of(self, line: bytes, number: int) -> int:
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            raise InputError(
-                f"{self._path} is damaged: line {number} is no step's; move it away, and the run "
-                "continues with a new one"
-            ) from None
 
     def write(self, record: dict[str, Any]) -> None:
         """Write what is known of a step; ``record["step"]`` is its number.
 
         If the disk is full, one warning is logged and lines stay in memory until there is room.
         """
+        # JSON knows no NaN and no infinity.
+        line = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         try:
-            self._file.write(_line(record))
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             self._warn(self._cannot(error))
+        numbers = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
         for logger in self._loggers:
             try:
-                logger.log(record)
+                logger.log(numbers, record["step"])
             except Exception as error:  # a service that does not answer is no reason to stop
                 self._warn(f"log.{logger.name}: {error}")
 
@@ -111,15 +118,6 @@ class Metrics:
 
     def _cannot(self, error: OSError) -> str:
         return f"cannot write {self._path}: {error.strerror or error}"
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON, which knows no NaN and no infinity: ``null``."""
-    kept = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(kept, allow_nan=False).encode() + b"\n"
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,29 +27,27 @@ _HISTORY = 200_000
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "data"}
 
 
-@contextlib.contextmanager
-def recording(config: Config, parallel: TrainEngine, ranks: Ranks) -> Iterator[StepRecorder | None]:
+def make_recorder(
+    config: Config, parallel: TrainEngine, ranks: Ranks, resources: contextlib.ExitStack
+) -> StepRecorder | None:
     """Make the recorder of a run; ``None`` if ``log.timings`` is 0. All ranks call this together.
 
     The first rank writes the rows of all ranks, and a warning and a line of ``findings.jsonl`` for
-    each finding.
+    each finding. ``resources`` closes both.
     """
     every = config.log.timings
     if not every:
-        yield None
-        return
-    layout = parallel.config
-    sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep")}
-    shape = RunShape(sizes, device=ranks.device.type)
+        return None
+    shape = RunShape(asdict(parallel.config.sizes), device=ranks.device.type)
     mesh = parallel.mesh
     names = {} if mesh is None else {kind: mesh.group(n).group_name for kind, n in _GROUPS.items()}
-    with contextlib.ExitStack() as resources:
-        watch = RunWatch(config.out, shape) if ranks.rank == 0 else None
-        if watch is not None:
-            resources.callback(watch.close)
-        handler = None if watch is None else watch.look
-        with StepRecorder(shape, groups=names, every=every, handler=handler) as recorder:
-            yield recorder
+    handler = None
+    if ranks.rank == 0:
+        watch = RunWatch(config.out, shape)
+        resources.callback(watch.close)
+        handler = watch.look
+    recorder = StepRecorder(shape, groups=names, every=every, handler=handler)
+    return resources.enter_context(recorder)
 
 
 def token_pairs(batch: TokenBatch) -> float:
@@ -66,7 +65,7 @@ class MemoryRecording:
 
     Args:
         out: folder of the run.
-        step: the first step that may be recorded; the one before it is used to find the layers.
+        step: the first that may be recorded; the one before it is used to find the layers. 0: none.
         rank: of this process.
         memory: of the model.
     """
@@ -78,7 +77,7 @@ class MemoryRecording:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the forward and backward of a step if its turn has come."""
-        if self._memory.report is not None or number < self._from - 1:
+        if not self._from or self._memory.report is not None or number < self._from - 1:
             yield
         elif not self._prepared:
             with self._memory.prepare():
@@ -103,11 +102,8 @@ class MemoryRecording:
 def snapshot_when_exhausted(out: str | Path, ranks: Ranks) -> Iterator[None]:
     """Write CUDA's memory snapshot to the run's folder when a GPU's memory is exhausted.
 
-    The file is read by https://pytorch.org/memory_viz. On a CPU nothing is recorded.
+    The file is read by https://pytorch.org/memory_viz.
     """
-    if ranks.device.type != "cuda":
-        yield
-        return
     torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
     try:
         yield

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusedops.train.config import AUTO, LEAST_LOSS_SCALE, PrecisionConfig
-
-_GROWN, _HALVED = 2.0, 0.5
-
-
-def dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name."""
-    return getattr(torch, name)
 
 
 def resolve(
@@ -53,7 +47,7 @@ def computing(
     """Return the context of the forward: autocast where weights are wider than the products."""
     if precision.compute == precision.param:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype(precision.compute))
+    return torch.autocast(device.type, dtype=getattr(torch, precision.compute))
 
 
 class LossScale:
@@ -75,15 +69,14 @@ class LossScale:
         """Return whether the step must be skipped; take account of it either way."""
         if not self.active:
             return False
-        finite = grad_norm - grad_norm == 0.0
-        self._good = self._good + 1 if finite else 0
-        if not finite and self.value <= LEAST_LOSS_SCALE:
+        if math.isfinite(grad_norm):
+            self._good += 1
+            if self._good == self._growth:
+                self.value, self._good = self.value * 2, 0
             return False
-        if not finite:
-            self.value = max(LEAST_LOSS_SCALE, self.value * _HALVED)
-        elif self._good == self._growth:
-            self.value, self._good = self.value * _GROWN, 0
-        return not finite
+        before, self._good = self.value, 0
+        self.value = max(LEAST_LOSS_SCALE, before / 2)
+        return self.value < before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor and the good steps since it changed."""

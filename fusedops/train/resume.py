@@ -32,6 +32,7 @@ _ONLY_IN_TRAINING = (
     # Generation drops no token, whatever the capacity.
     *("initializer_range", "pad_token_id", "capacity_factor", "drop_policy"),
 )
+_VOCABULARY = "vocabulary of the tokenizer"
 # Fields that follow from the shapes and names of parameters, which loading compares.
 _IN_SHAPES = ("num_kv_heads", "head_dim", "moe_layers", "seq_len")
 
@@ -50,7 +51,7 @@ def load_last_good(checkpointer: Checkpointer) -> tuple[Restored | None, list[st
     passed_over: list[str] = []
     try:
         restored = checkpointer.load()
-        while restored is not None and not _is_good(restored):
+        while restored is not None and not (restored.confirmed or restored.extra["finite"]):
             passed_over.append(f"passed over {restored.folder.name}: it is not finite")
             restored = checkpointer.rollback(restored.step - 1)
     except ValueError as error:
@@ -66,111 +67,100 @@ def load_last_good(checkpointer: Checkpointer) -> tuple[Restored | None, list[st
     return None, []
 
 
-def _is_good(restored: Restored) -> bool:
-    return restored.confirmed or restored.extra["finite"]
-
-
 def versions() -> dict[str, str]:
     """Return the versions that the bits of a run depend on."""
     # Not imported: the package's lazy imports lie above this one.
     return {"torch": str(torch.__version__), "fusedops": sys.modules["fusedops"].__version__}
 
 
-def facts(
-    corpus: corpora.Corpus, model: TransformerConfig, layout: ParallelConfig
+def description(
+    config: Config, model: TransformerConfig, corpus: corpora.Corpus, layout: ParallelConfig
 ) -> dict[str, Any]:
-    """Return what the steps depend on besides configuration and tokens, by names for messages."""
+    """Return what a checkpoint says of its run, for one that resumes it and for ``generate``.
+
+    ``facts`` are what the steps depend on besides configuration and tokens, by names for messages.
+    """
     names = [] if corpus.domains[0] is None else corpus.domains[0].of_files.tolist()
-    values: dict[str, Any] = {
-        "vocabulary of the tokenizer": corpus.vocab_size,
+    facts: dict[str, Any] = {
+        _VOCABULARY: corpus.vocab_size,
         "end of a text": corpus.end,
         "digest of the domains": hashlib.sha256(repr(names).encode()).hexdigest()[:8],
     }
     if model.capacity_factor is not None:  # it is of the tokens that one process routes at once
         parts = ("dp", "tp", "cp", "microbatches")
-        values |= {f"layout.{name}": getattr(layout, name) for name in parts}
-    return values | versions()
+        facts |= {f"layout.{name}": getattr(layout, name) for name in parts}
+    return {
+        "corpus": corpus.identity,
+        "config": asdict(config),
+        "model": asdict(model),
+        "facts": facts | versions(),
+    }
 
 
-def check_model(saved: Mapping[str, Any], model: TransformerConfig) -> None:
+def has_tokenizer(description: Mapping[str, Any]) -> bool:
+    """Return whether a run knows what its tokens mean; a file of tokens alone does not say it."""
+    return description["facts"][_VOCABULARY] is not None
+
+
+def check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise unless a model computes what the one of a checkpoint computed.
 
     Args:
-        saved: the ``extra`` of the checkpoint.
-        model: the configuration of the model of this run.
+        saved: the description of the run that wrote the checkpoint.
+        own: the description of this run.
 
     Raises:
         InputError: it does not; the message has the fields that differ.
     """
-    differences = [
-        text for name, text in _model_changes(saved, model) if name not in _ONLY_IN_TRAINING
-    ]
-    if differences:
+    ignored = _ONLY_IN_TRAINING + _IN_SHAPES
+    differences = _differences(saved["model"], own["model"], "model.")
+    refused = [text for name, text in differences.items() if name not in ignored]
+    if refused:
         raise InputError(
-            f"the checkpoint is of another model: {', '.join(differences)}; set [model] as it was, "
+            f"the checkpoint is of another model: {', '.join(refused)}; set [model] as it was, "
             "or choose another out for a new run"
         )
 
 
-def changes(
-    restored: Restored,
-    config: Config,
-    model: TransformerConfig,
-    corpus: str,
-    facts: Mapping[str, Any],
-) -> list[str]:
+def changes(step: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return notes about what differs from the run that saved a checkpoint.
 
     Args:
-        restored: what the checkpoint restored.
-        config: of this run.
-        model: the configuration of its model.
-        corpus: identity of its tokens.
-        facts: of this run, as ``facts`` returns them.
+        step: of the checkpoint.
+        saved: the description of the run that wrote it.
+        own: the description of this run.
     """
-    saved, notes = restored.extra, []
-    if saved["corpus"] != corpus:
+    notes = []
+    if saved["corpus"] != own["corpus"]:
         notes.append("the corpus is not the one that the run was saved with")
-    before, now = saved["config"], asdict(config)
-    changed = _changed_keys(
-        config_table.flat(before) | saved["facts"], config_table.flat(now) | dict(facts)
-    )
-    changed += [text for name, text in _model_changes(saved, model) if name in _ONLY_IN_TRAINING]
+    before, now = (config_table.flat(run["config"]) | run["facts"] for run in (saved, own))
+    if now["schedule.kind"] == "constant":
+        del now["steps"]  # which changes no step then
+    changed = [
+        text
+        for key, text in _differences(before, now).items()
+        if not f"{key}.".startswith(_WITHOUT_EFFECT)
+    ]
+    in_model = _differences(saved["model"], own["model"], "model.")
+    changed += [in_model[name] for name in _ONLY_IN_TRAINING if name in in_model]
     if changed:
         notes.append(f"changed since the run was saved: {', '.join(changed)}")
-    rates = [_learning_rate(restored.step, table) for table in (before, now)]
+    rates = [
+        learning_rate(step, run["steps"], run["optimizer"]["lr"], ScheduleConfig(**run["schedule"]))
+        for run in (saved["config"], own["config"])
+    ]
     if rates[0] != rates[1]:
         notes.append(f"the next step's learning rate changes: {rates[0]:.3g} -> {rates[1]:.3g}")
     return notes
 
 
-def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return which keys have another value, of those that change what the steps compute."""
-    changed = []
-    for key in sorted(before.keys() & now.keys()):
-        ignored = f"{key}.".startswith(_WITHOUT_EFFECT)
-        ignored = ignored or (key == "steps" and now["schedule.kind"] == "constant")
-        if not ignored and _listed(before[key]) != _listed(now[key]):
-            changed.append(f"{key} {before[key]} -> {now[key]}")
-    return changed
-
-
-def _model_changes(saved: Mapping[str, Any], model: TransformerConfig) -> list[tuple[str, str]]:
-    """Return the fields of the model that differ, each with its values in a text."""
-    before, now = saved["model"], asdict(model)
-    return [
-        (name, f"model.{name} {before[name]} -> {now[name]}")
-        for name in now
-        if name in before and name not in _IN_SHAPES and _listed(before[name]) != _listed(now[name])
-    ]
-
-
-def _listed(value: Any) -> Any:
-    """Return a value with lists for tuples."""
-    return json.loads(json.dumps(value))
-
-
-def _learning_rate(step: int, table: Mapping[str, Any]) -> float:
-    """Return the learning rate of a step under a configuration."""
-    schedule = ScheduleConfig(**table["schedule"])
-    return learning_rate(step, table["steps"], table["optimizer"]["lr"], schedule)
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, str]:
+    """Return the keys of both whose values differ, each with its values in a text."""
+    before, now = (json.loads(json.dumps(table)) for table in (before, now))  # tuples are lists
+    return {
+        key: f"{prefix}{key} {before[key]} -> {now[key]}"
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key]
+    }

@@ -51,7 +51,9 @@ def backward(run: Run) -> torch.Tensor:
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
-    _seed_generators(run)
+    # What dropout draws from: the same on all ranks, and after a restart.
+    words = repr((config.seed, run.step)).encode()
+    seed_generators(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))
     with run.section("data"):
         shards = [_shard(run, batch) for batch in rows]
     with run.section("backward"):  # without the forwards, which are sections of their own
@@ -136,9 +138,3 @@ def _shard(run: Run, batch: TokenBatch) -> MicroBatch:
     tokens, labels, documents, domains = given
     assert tokens is not None
     return run.parallel.shard_batch(tokens, labels, document_ids=documents, domains=domains)
-
-
-def _seed_generators(run: Run) -> None:
-    """Seed what dropout of a step draws from: the same on all ranks, and after a restart."""
-    words = repr((run.config.seed, run.step)).encode()
-    seed_generators(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))

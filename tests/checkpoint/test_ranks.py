@@ -255,6 +255,9 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
     assert "rank 0: " in first[1] and "is of another model" in first[1]
 
 
+WRAPPERS = ("tensor", "data", "compiled", "plain")
+
+
 def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -268,8 +271,10 @@ def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
     if kind == "tensor":
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    elif kind == "data":
+    elif kind in ("data", "compiled"):
         model = nn.parallel.DistributedDataParallel(model)
+        if kind == "compiled":
+            model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     checkpointer = Checkpointer(Path(root), model, optimizer)
     if save:
@@ -286,12 +291,12 @@ def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
 
 
 def _load_as_others(rank: int, root: str, saved_as: str) -> list[list[float]]:
-    others = [kind for kind in ("tensor", "data", "plain") if kind != saved_as]
+    others = [kind for kind in WRAPPERS if kind != saved_as]
     return [_wrapped(rank, root, kind, False) for kind in others]
 
 
-@pytest.mark.parametrize("saved_as", ["tensor", "data", "plain"])
+@pytest.mark.parametrize("saved_as", WRAPPERS)
 def test_any_wrapper_loads_what_another_saved(tmp_path: Path, saved_as: str) -> None:
     (wanted, same) = on_ranks(2, _wrapped, str(tmp_path), saved_as, True)
     assert wanted == same and isinstance(wanted, list)
-    assert on_ranks(2, _load_as_others, str(tmp_path), saved_as) == [[wanted, wanted]] * 2
+    assert on_ranks(2, _load_as_others, str(tmp_path), saved_as) == [[wanted] * 3] * 2

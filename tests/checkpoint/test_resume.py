@@ -124,7 +124,8 @@ def test_moments_of_frozen_parameters_come_back(tmp_path: Path, kind: Any) -> No
     resumed, its_optimizer = begin()
     resumed[0].requires_grad_(False)
     state = State(resumed, (its_optimizer,))
-    state.load(state.prepare(tmp_path, set(state.names()), saved.groups()), None)
+    content = state.prepare(tmp_path, set(state.names()), saved.groups())
+    state.load(tmp_path, content, saved.groups(), None)
     for its_model, its in ((model, optimizer), (resumed, its_optimizer)):
         frozen = [name for name, p in its_model.named_parameters() if not p.requires_grad]
         assert frozen == ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -98,5 +98,4 @@ def assert_parity(results: list[Values], known: Reference, layout: dict[str, Any
         difference for comparison in comparisons for difference in comparison.differences
     ]
     differences += missing(known, comparisons)
-    worst = sorted(differences, key=lambda difference: -difference.ratio)[:5]
-    assert not differences, "\n".join(map(str, worst))
+    assert not differences, "\n".join(map(str, differences[:5]))

@@ -292,9 +292,11 @@ def test_the_tokenizer_of_a_run_is_copied_to_its_export(settings: bool, tmp_path
 
 def test_of_a_corpus_of_tokens_alone_a_tokenizer_must_be_given(tmp_path: Path) -> None:
     tokens = torch.randint(0, 200, (400,), dtype=torch.int32)
-    (tmp_path / "corpus.bin").write_bytes(tokens.numpy().tobytes())
-    corpus = {"train": [str(tmp_path / "corpus.bin")], "token_dtype": "int32"}
-    export = export_of(tmp_path, **corpus)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "tokens.bin").write_bytes(tokens.numpy().tobytes())
+    export = export_of(tmp_path, train=[str(folder)], token_dtype="int32")
+    shutil.rmtree(folder)  # a model is used where its corpus is not
     for folder, words in (
         (tmp_path / "run", "was trained on a file of tokens, which does not say what they mean"),
         (export, "has no tokenizer.json: give --tokenizer"),

@@ -15,6 +15,7 @@ import torch
 from fusedops import testing
 from fusedops.testing import fuzzer
 from fusedops.testing.case import Space
+from fusedops.testing.case_run import Subject, reference
 
 MODELS = {"plain": tiny_parallel.plain, "dropout": tiny_parallel.with_dropout}
 EXPERTS = {"experts": tiny_parallel.with_experts}
@@ -108,6 +109,21 @@ def test_a_failure_is_shrunk_to_a_case_that_fails_again() -> None:
     wrong = functools.partial(tiny_parallel.parallelize, bug="bias per rank")
     with pytest.raises(testing.ParityError, match="should be"):
         testing.replay(eval(line), MODELS, parallelize=wrong)
+
+
+def test_names_of_parameters_lose_what_wrappers_put_in_and_nothing_else() -> None:
+    def make() -> torch.nn.Module:
+        layers = {"submodule": torch.nn.Linear(2, 1), "module": torch.nn.Linear(2, 1)}
+        return torch.nn.ModuleDict(layers)
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        total = sum(layer(batch["x"]).sum() for layer in model.values())
+        return total, torch.ones(())
+
+    batch = {"x": torch.ones(1, 2, dtype=torch.float64)}
+    subject = Subject({"": make}, fuzzer.standard.standard, lambda *_: batch, loss, fuzzer.adamw)
+    names = {name for _, _, name in reference(subject, testing.Case({})).truth}
+    assert names == {"", "submodule.weight", "submodule.bias", "weight", "bias"}
 
 
 def test_what_cannot_be_done_is_counted_with_its_reason() -> None:

@@ -111,7 +111,6 @@ def test_what_runs_wrote_is_no_text(
                 found = corpus.open_corpus(data, cache)
                 assert bytes(torch.cat([found.train, found.validation])[:-1]) == b"one and two"
             Path(name, "metrics.jsonl").write_text("{}")
-    assert not corpus.lacks_tokenizer(data.train, "bytes")
     # Text in a run's folder is read where it is asked for, but not the folder itself.
     Path("runs/a/own.txt").write_text("three")
     for entry in ("runs/a/*.txt", f"{tmp_path}/runs/a/own.txt"):

@@ -31,7 +31,7 @@ from fusedops.train import (
     resume,
     train,
 )
-from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
+from fusedops.train.config import Config, DataConfig, PrecisionConfig, ScheduleConfig
 from fusedops.train.corpus import Corpus, Domains
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
@@ -176,19 +176,18 @@ def test_a_resumed_run_tells_of_other_tokenizers_domains_and_layouts() -> None:
     tokens = torch.zeros(9)
     of_files = [Domains(ends, torch.tensor(numbers)) for numbers in ([0, 1], [1, 0])]
     corpus = Corpus(tokens, tokens, 257, 256, "", (of_files[0], None))
-    saved = resume.facts(corpus, model, ParallelConfig())
-    for other, name in (
-        (resume.facts(replace(corpus, end=3), model, ParallelConfig()), "end of a text 256 -> 3"),
-        (resume.facts(corpus, model, ParallelConfig(dp=2)), "layout.dp 1 -> 2"),
-        (
-            resume.facts(replace(corpus, domains=(of_files[1], None)), model, ParallelConfig()),
-            "digest of the domains ",
-        ),
+    run = Config(out="a", steps=1, batch=1, data=DataConfig(train=("",)))
+    saved = resume.description(run, model, corpus, ParallelConfig())
+    for other, dp, name in (
+        (replace(corpus, end=3), 1, "end of a text 256 -> 3"),
+        (corpus, 2, "layout.dp 1 -> 2"),
+        (replace(corpus, domains=(of_files[1], None)), 1, "digest of the domains "),
     ):
-        (change,) = resume._changed_keys(saved, other)
-        assert change.startswith(name)
+        own = resume.description(run, model, other, ParallelConfig(dp=dp))
+        (change,) = resume.changes(0, saved, own)
+        assert change.startswith(f"changed since the run was saved: {name}")
     without = replace(model, capacity_factor=None)
-    layouts = [resume.facts(corpus, without, ParallelConfig(dp=size)) for size in (1, 2)]
+    layouts = [resume.description(run, without, corpus, ParallelConfig(dp=size)) for size in (1, 2)]
     assert layouts[0] == layouts[1]
 
 
@@ -204,12 +203,12 @@ def test_weights_of_another_model_of_equal_shapes_are_refused(tmp_path: Path) ->
 def test_each_field_of_a_model_is_compared(name: str) -> None:
     """A field that is added must be refused when it differs, or be in one of the lists."""
     model = preset("tiny-mixtral")
-    saved = {"model": asdict(model) | {name: "another"}}
+    saved, own = {"model": asdict(model) | {name: "another"}}, {"model": asdict(model)}
     if name in resume._ONLY_IN_TRAINING + resume._IN_SHAPES:
-        resume.check_model(saved, model)
+        resume.check_model(saved, own)
     else:
         with pytest.raises(InputError, match=f"another model: model.{name} another -> "):
-            resume.check_model(saved, model)
+            resume.check_model(saved, own)
 
 
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
