@@ -26,7 +26,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-
 MANIFEST = "manifest.json"
 _CONFIRMED = "confirmed"
 SCHEMA = 1
