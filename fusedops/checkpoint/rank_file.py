@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedops.checkpoint import generators
 from fusedops.checkpoint.ranks import first_line
+from fusedops.runtime import generators
 
 
 def name_of(rank: int) -> str:

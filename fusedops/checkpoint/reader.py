@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.checkpoint import folder as folders
-from fusedops.checkpoint import generators, rank_file
+from fusedops.checkpoint import rank_file
 from fusedops.checkpoint.ranks import CheckpointRanks
 from fusedops.checkpoint.tensors import State
+from fusedops.runtime import generators
 
 _log = logging.getLogger(__name__)
 

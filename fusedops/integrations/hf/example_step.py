@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import is_not
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.runtime import generators
 
 
 class ExampleStep:
@@ -107,13 +106,12 @@ class ExampleStep:
         state = _State(self._copies)
         state.save(self.model)
         devices = {tensor.device.index for tensor in self._copies if tensor.is_cuda}
-        python, numpy = random.getstate(), np.random.get_state()
+        states = generators.capture()
         try:
             with torch.random.fork_rng(sorted(devices)):
                 yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            generators.restore(states)
             state.restore()
 
 

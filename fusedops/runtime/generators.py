@@ -1,4 +1,4 @@
-"""The states of the random generators that a training step draws from.
+"""The states of the random generators that code around a training step draws from.
 
 They are torch's of the CPU and of the current GPU, Python's, and NumPy's where somebody has
 imported it. The fused ops have none of their own: the seed of each dropout is drawn from torch's.
