@@ -9,8 +9,8 @@ What is compiled is found by name:
 
 | sources | how |
 |---|---|
-| ``csrc/*.cpp``, ``csrc/cpu/*/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/cpu/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``... |
+| ``csrc/{,cpu/*,runtime/*}/*.cpp`` | once, for the baseline instruction set |
+| ``csrc/{cpu,runtime}/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``... |
 | ``csrc/host/*.cpp`` | once, a module for any Python, which links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for four GPUs (``native_flags.py``), to PTX for others; no torch |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -244,9 +244,9 @@ def _tile_flags() -> list[str]:
 def sources(name: str = "cpu") -> list[Path]:
     """Return the files that library ``name`` is compiled from."""
     patterns = {
-        "cpu": ("*.cpp", "cpu/*/*.cpp"),
+        "cpu": ("*.cpp", "cpu/*/*.cpp", "runtime/*/*.cpp"),
         "host": ("host/*.cpp",),
-        "cuda": ("cuda/*.cu", "cuda/*.cpp", "step_arena.cpp"),
+        "cuda": ("cuda/*.cu", "cuda/*.cpp", "runtime/arena/step_arena.cpp"),
     }[name]
     return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 

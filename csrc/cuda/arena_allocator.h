@@ -1,7 +1,7 @@
-// Torch's CUDA allocator while steps of arenas (csrc/step_arena.h) are used.
+// Torch's CUDA allocator while steps of arenas (csrc/runtime/arena/step_arena.h) are used.
 #pragma once
 
-#include "../step_arena.h"
+#include "../runtime/arena/step_arena.h"
 #include "forwarding_allocator.h"
 
 #if FUSEDOPS_KNOWS_CUDA_ALLOCATOR

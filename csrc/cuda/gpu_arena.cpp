@@ -1,5 +1,5 @@
 // Arenas on a GPU for Python.
-#include "../step_arena_binding.h"
+#include "../runtime/arena/step_arena_binding.h"
 #include "arena_allocator.h"
 
 #if FUSEDOPS_KNOWS_CUDA_ALLOCATOR

@@ -2,7 +2,7 @@
 
 gloo sends every byte through a socket, on one machine too. Where all ranks of a group of gloo see
 each other's memory, collectives of equal tensors on the CPU go through rings in it
-(``csrc/cpu/shared_memory/channel.cpp``); everything else stays with the group's own backend. The
+(``csrc/runtime/shared_memory/channel.cpp``); everything else stays with the group's own backend. The
 ranks agree on it when they first communicate: one that cannot, or has ``FUSEDOPS_SHARED_MEMORY=0``,
 keeps all on sockets. Groups of NCCL never use it.
 

@@ -2,7 +2,7 @@
 
 Every floating argument of every sample, and every incoming gradient, gets NaN, inf and -inf in
 turn: in one element, in a row, and all of them mixed; inf in the last element too, the end of a
-vector. The rule is in docs/architecture.md; where an op differs on purpose it stands in its
+vector. The rule is in docs/dev/operators.md; where an op differs on purpose it stands in its
 docstring and, for these tests, in its spec's ``non_finite``.
 """
 

@@ -1,4 +1,4 @@
-// Drawn programs of collectives through shared memory (csrc/cpu/shared_memory/collectives.h), whose
+// Drawn programs of collectives through shared memory (csrc/runtime/shared_memory/collectives.h), whose
 // ranks are threads over one mapping: a thread sanitizer sees all of their accesses.
 //
 //   shared_channel PROGRAMS FIRST_SEED
@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/shared_memory/collectives.h"
+#include "runtime/shared_memory/collectives.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Threads with arenas of their own run the same steps many times: buffers in the block must not
 // overlap any that is alive, whatever was planned, whoever frees them and whenever the arena
 // closes.
-#include "step_arena.h"
+#include "runtime/arena/step_arena.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -13,7 +13,7 @@ import pytest
 
 from .harness import HERE, ROOT, assert_clean, build, run
 
-SOURCES = [HERE / "shared_channel.cpp", ROOT / "csrc/cpu/shared_memory/sum.isa.cpp"]
+SOURCES = [HERE / "shared_channel.cpp", ROOT / "csrc/runtime/shared_memory/sum.isa.cpp"]
 KERNELS = ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")
 PROGRAMS, SEED = "120", "0"
 

@@ -11,7 +11,7 @@ import torch
 from .harness import HERE, ROOT, assert_clean, build, run
 
 pytestmark = pytest.mark.slow
-CORE = ROOT / "csrc" / "step_arena.cpp"
+CORE = ROOT / "csrc/runtime/arena/step_arena.cpp"
 HOST = [HERE / "step_arena.cpp", CORE]
 GPU = [HERE / "gpu_arena.cpp", ROOT / "csrc" / "cuda" / "arena_allocator.cpp", CORE]
 

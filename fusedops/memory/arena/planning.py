@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fusedops.memory.arena.placement import Placement, most_alive, place
 
-# Bytes, by the type of the device; as csrc/step_arena.h.
+# Bytes, by the type of the device; as csrc/runtime/arena/step_arena.h.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 _OUTSIDE = -1
 _ALIVE = -1

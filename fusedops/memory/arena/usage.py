@@ -10,7 +10,7 @@ from fusedops.memory.arena.planning import StepPlan
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Buffers and bytes of the last step, in the order of ``csrc/step_arena.h``."""
+    """Buffers and bytes of the last step, in the order of ``csrc/runtime/arena/step_arena.h``."""
 
     buffers: int
     bytes: int

@@ -4,7 +4,7 @@
 #include <array>
 #include <type_traits>
 
-#include "../common/vec.h"
+#include "../../cpu/common/vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
