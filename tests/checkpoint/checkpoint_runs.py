@@ -17,7 +17,8 @@ from process_pool import on_fresh_ranks
 from torch import nn
 
 import fusedops
-from fusedops.checkpoint import Checkpointer, Guard, generators
+from fusedops.checkpoint import Checkpointer, Guard
+from fusedops.runtime import generators
 
 WIDTH = 64
 

@@ -18,8 +18,9 @@ from process_pool import start_process
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fusedops.checkpoint import Checkpointer, CheckpointError, generators
+from fusedops.checkpoint import Checkpointer, CheckpointError
 from fusedops.checkpoint import folder as folders
+from fusedops.runtime import generators
 
 FILES = (".metadata", "__0_0.distcp", "rank-00000.pt", "manifest.json")
 
