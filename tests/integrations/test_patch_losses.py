@@ -11,7 +11,7 @@ import pytest
 import torch
 from causal_families import DENSE, IDS, SPARSE, loss
 from encoder_families import BY_CODE, FAMILIES
-from patch_testing import assert_close, counted, train
+from patch_testing import assert_close, counted, losses_of, make_trainer
 from torch import nn
 
 import fusedops
@@ -217,8 +217,8 @@ def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
         ids = (torch.arange(12) * 3 + start * 11) % 97
         rows.append({"input_ids": ids, "labels": ids.where(torch.arange(12) >= start % 9, -100)})
     batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    found, trainer = train(model, folder, rows, max_steps=6, **batches, **options)
-    return [*found, trainer.evaluate()["eval_loss"]]
+    trainer = make_trainer(model, folder, rows, max_steps=6, **batches, **options)
+    return [*losses_of(trainer), trainer.evaluate()["eval_loss"]]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -12,7 +12,7 @@ import home_made
 import pytest
 import torch
 from home_made import FEED_FORWARDS, NORMS, WIDTH
-from patch_testing import assert_same_training, counted
+from patch_testing import assert_same_training, counted, patched_pair
 from torch import nn
 
 import fusedops
@@ -192,9 +192,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.M
         for parameter in stock.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched, level=MODULES[name].level)
-    return patched, stock
+    return patched_pair(stock, level=MODULES[name].level)
 
 
 def loss(module: nn.Module) -> torch.Tensor:

@@ -91,14 +91,6 @@ def test_another_processor_runs_as_before(make: type) -> None:
     assert torch.allclose(patched(ROWS), stock(ROWS), atol=1e-6)
 
 
-def test_a_processor_that_is_set_later_is_fused_or_runs() -> None:
-    patched, _ = pair(followed.Processor())
-    patched.processor = followed.LinearProcessor()
-    assert num_fused(patched) == 0
-    patched.processor = followed.Processor()
-    assert num_fused(patched) == 1
-
-
 def test_a_forward_that_sets_the_processor_is_kept() -> None:
     module = SetsProcessor(followed.Processor())
     fusedops.patch(module, level="O3")
