@@ -15,7 +15,6 @@ import pytest
 HERE = Path(__file__).parent
 NEEDED = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "peft", "torchao", "trl")
 WANT_ALL = (
-    "accelerate",
     "deepspeed",
     "examples",
     "inference",

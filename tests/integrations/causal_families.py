@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from families import IDS, TEXT, Family, transformers
+from families import IDS, TEXT, Family, by_name, transformers, variant
 from torch import nn
 
 SIZES = TEXT | {
@@ -37,10 +36,6 @@ def sparse(name: str, seed: int, options: dict[str, Any], **ops: int) -> Family:
     """Return the row of a type with experts, whose configuration takes ``SPARSE_SIZES``."""
     options, ops = SPARSE_SIZES | options, MOE_OPS | ops
     return causal(name, options, ops, seed=seed, varied=("norm", "bias"))
-
-
-def by_name(*families: Family) -> dict[str, Family]:
-    return {family.name: family for family in families}
 
 
 LLAMA_OPS = {
@@ -179,13 +174,6 @@ BY_CODE = by_name(
     by_code("FalconH1", FALCON_H1, attention=2, rotary_embedding=2, rms_norm=5, swiglu=2),
     by_code("NemotronH", NEMOTRON_H, **NEMOTRON_H_OPS),
 )
-
-
-def variant(family: Family, label: str, options: dict[str, Any], **ops: int) -> Family:
-    """Return a row with other options; an op that does not run has the count 0."""
-    ops = {op: count for op, count in (family.ops | ops).items() if count}
-    name = f"{family.name}, {label}"
-    return replace(family, name=name, options=family.options | options, ops=ops)
 
 
 NORM_AFTER = {"do_layer_norm_before": False}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from families import LAYERS, TEXT, Family
+from families import LAYERS, TEXT, Family, by_name, variant
 from torch import nn
 
 IDS = torch.arange(2, 2 * 12 + 2).mul(7).remainder(97).view(2, 12)
@@ -149,7 +149,6 @@ T5_SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-FEED_FORWARD = "feed_forward_proj"
 T5_OPS = {"cross_entropy": 1, "attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
 T5 = encoder(
     "T5ForConditionalGeneration",
@@ -200,22 +199,11 @@ WHISPER = encoder(
     dropout=("dropout", "attention_dropout", "activation_dropout"),
     generates=True,
 )
-FAMILIES = {
-    family.name: family
-    for family in (
-        bert_like("Bert"),
-        bert_like("Roberta"),
-        bert_like("XLMRoberta"),
-        bert_like("Camembert"),
-        bert_like("Electra", embedding_size=32),
-        DISTILBERT,
-        VIT,
-        CLIP,
-        T5,
-        GATED_T5,
-        WHISPER,
-    )
-}
+FAMILIES = by_name(
+    *map(bert_like, ("Bert", "Roberta", "XLMRoberta", "Camembert")),
+    bert_like("Electra", embedding_size=32),
+    *(DISTILBERT, VIT, CLIP, T5, GATED_T5, WHISPER),
+)
 BART_SIZES = TWO_STACKS | {
     "max_position_embeddings": 64,
     "pad_token_id": 1,
@@ -256,39 +244,18 @@ PRE_NORM_OPS = {
 }
 M2M100_OPS = {op: count for op, count in PRE_NORM_OPS.items() if op != "gelu"}
 POSITIONS = ("embed_positions",)  # are constants
-BY_CODE = {
-    family.name: family
-    for family in (
-        bart_like("Bart", POST_NORM_OPS),
-        bart_like("MBart", PRE_NORM_OPS | {"layer_norm": 12}),
-        bart_like("Pegasus", PRE_NORM_OPS, frozen=POSITIONS),
-        bart_like("M2M100", M2M100_OPS),
-        bart_like("Blenderbot", PRE_NORM_OPS),
-        bart_like("PLBart", POST_NORM_OPS),
-        bart_like(
-            "Marian", POST_NORM_OPS | {"layer_norm": 10}, cls="MarianMTModel", frozen=POSITIONS
-        ),
-        bart_like(
-            "NllbMoe",
-            {"layer_norm": 12, "mlp": 4},
-            {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
-            failed=("NllbMoeAttention",),
-        ),
-    )
-}
-VARIANTS = {
-    family.name: family
-    for family in (
-        replace(
-            GATED_T5,
-            name="T5, gated ReLU",
-            options=GATED_T5.options | {FEED_FORWARD: "gated-relu"},
-        ),
-        replace(
-            GATED_T5,
-            name="T5, gated tanh",
-            options=GATED_T5.options | {FEED_FORWARD: "gated-tanh"},
-            ops=T5_OPS,
-        ),
-    )
-}
+DENSE = {"encoder_sparse_step": 0, "decoder_sparse_step": 0}
+BY_CODE = by_name(
+    bart_like("Bart", POST_NORM_OPS),
+    bart_like("MBart", PRE_NORM_OPS | {"layer_norm": 12}),
+    bart_like("Pegasus", PRE_NORM_OPS, frozen=POSITIONS),
+    bart_like("M2M100", M2M100_OPS),
+    bart_like("Blenderbot", PRE_NORM_OPS),
+    bart_like("PLBart", POST_NORM_OPS),
+    bart_like("Marian", POST_NORM_OPS | {"layer_norm": 10}, cls="MarianMTModel", frozen=POSITIONS),
+    bart_like("NllbMoe", {"layer_norm": 12, "mlp": 4}, DENSE, failed=("NllbMoeAttention",)),
+)
+VARIANTS = by_name(
+    variant(GATED_T5, "gated ReLU", {"feed_forward_proj": "gated-relu"}),
+    variant(GATED_T5, "gated tanh", {"feed_forward_proj": "gated-tanh"}, linear_glu=0),
+)

@@ -191,21 +191,13 @@ def _unturned(query: torch.Tensor, key: torch.Tensor, *args: Any) -> Any:
 
 
 class Place(NamedTuple):
-    """A function that a model calls in one place, and what replaces it.
-
-    Attributes:
-        family: the model's.
-        options: of its configuration.
-        change: replaces the function.
-        op: what is not called any more.
-        entry: of the report, which has the reason; or ``None`` where the others stay fused.
-    """
+    """A function that a model calls in one place, and what replaces it."""
 
     family: str
-    options: dict[str, Any]
-    change: Callable[[Context], object]
-    op: str
-    entry: str | None
+    options: dict[str, Any]  # of its configuration
+    change: Callable[[Context], object]  # replaces the function
+    op: str  # which is not called any more
+    entry: str | None  # of the report, with the reason; or None where the others stay fused
 
 
 def attends(key: str, change: Callable[[Context], object]) -> Place:
