@@ -21,17 +21,11 @@ from causal_families import GROUPED
 BATCH, SEQ_LEN = 3, 7
 PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-TEXT_TASKS = (
-    "MODEL",
-    "MODEL_FOR_CAUSAL_LM",
-    "MODEL_FOR_MASKED_LM",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-    "MODEL_FOR_TOKEN_CLASSIFICATION",
-    "MODEL_FOR_QUESTION_ANSWERING",
-    "MODEL_FOR_MULTIPLE_CHOICE",
-    "MODEL_FOR_NEXT_SENTENCE_PREDICTION",
+HEADS_OF_TEXT = (
+    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"),
+    *("TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION"),
 )
+TEXT_TASKS = ("MODEL", *(f"MODEL_FOR_{name}" for name in HEADS_OF_TEXT))
 IMAGE_TASKS = ("MODEL", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_MASKED_IMAGE_MODELING")
 SPEECH_TASKS = ("MODEL", "MODEL_FOR_CTC", "MODEL_FOR_AUDIO_CLASSIFICATION")
 
@@ -229,29 +223,15 @@ def recordings(name: str) -> Groups:
 
 
 GPT2 = causal_families.GPT | {"vocab_size": 97}
-SPEECH = encoder_families.LAYERS | {
-    "vocab_size": 97,
-    "conv_dim": (32, 32),
-    "conv_stride": (4, 2),
-    "conv_kernel": (8, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-}
+SPEECH = encoder_families.TEXT | {"conv_dim": (32, 32), "conv_stride": (4, 2)}
+SPEECH |= {"conv_kernel": (8, 2), "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 MPT = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}
-QWEN3_NEXT = GROUPED | {
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 28,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+QWEN3_NEXT = GROUPED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_NEXT |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
+QWEN3_NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
+QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
 STAGES = {"depths": [1, 1], "num_attention_heads": [2, 4]}
 SWIN = STAGES | {"embed_dim": 16, "window_size": 2, "encoder_stride": 8}

@@ -21,14 +21,8 @@ TIMEOUT = 600.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # Whatever takes long to import; nothing of it computes when it is imported.
 PRELOADED = (
-    "deepspeed",
-    "fusedops.integrations",
-    "lightning",
-    "peft",
-    "torch.distributed.tensor",
-    "torchao",
-    "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
+    *("deepspeed", "fusedops.integrations", "lightning", "peft", "torch.distributed.tensor"),
+    *("torchao", "transformers.models.llama.modeling_llama", "transformers.trainer"),
     "trl.trainer.sft_trainer",
 )
 CONTEXT.set_forkserver_preload(list(PRELOADED))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, batches, rows, weights, whole
 from outcomes import Table
+from patch_testing import ARGUMENTS
 from torch import nn
 
 
@@ -26,20 +27,13 @@ def train(model: nn.Module, split: str = "", batch: int = BATCH, **options: Any)
         handler = {"sp_handler": heads} if split == "sp_size" else {}
         parallel = ParallelismConfig(**{split: 2}, **handler)
     with tempfile.TemporaryDirectory() as folder:
+        descent = {"optim": "sgd", "learning_rate": LEARNING_RATE, "max_steps": STEPS}
+        on_cpu = {"use_cpu": "deepspeed" not in options}  # with it DeepSpeed would be ignored
         arguments = TrainingArguments(
             output_dir=folder,
-            use_cpu="deepspeed" not in options,  # with it DeepSpeed would be ignored
-            optim="sgd",
-            learning_rate=LEARNING_RATE,
-            max_steps=STEPS,
             per_device_train_batch_size=batch,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=1,
             parallelism_config=parallel,
-            **options,
+            **(ARGUMENTS | descent | on_cpu | options),
         )
         if "fsdp" in options:
             shard_on_cpu()
