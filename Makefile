@@ -188,7 +188,7 @@ VERSIONS := build/versions
 PATCH_TRANSFORMERS := 5.15.1 5.17.0 5.20.0 5.24.0
 PATCH_PYTHONS := 3.12 3.13
 PATCH_TESTS := $(addprefix tests/integrations/test_,patch_known_code.py patch_families.py \
-  patch_families_special.py patch_families_moe.py patch_gpt2.py patch_recognition.py \
+  patch_families_special.py patch_families_moe.py patch_gpt2.py patch_by_code.py \
   patch_losses.py patch_follows.py)
 PATCH_PYTEST := -m pytest -n $(WORKERS) --dist loadfile -q $(PATCH_TESTS) -m "not slow and not gpu"
 

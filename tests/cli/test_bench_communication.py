@@ -105,23 +105,3 @@ def test_the_command_writes_what_the_planner_reads(tmp_path: Path) -> None:
     curves = CommunicationModel.load(files[0]).curves
     assert curves["all_reduce", "gloo", "2"].seconds(1 << 14) > 0
     assert files[1].read_text().count("<polyline") == len(curves)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--collectives", "all_reduced"], "did you mean all_reduce"),
-        (["--least", "3000B", "--most", "4000B"], "no power of two"),
-        (["--least", "many"], "'many' is not a size"),
-        (["--predict", "a.csv"], "need --fit"),
-        (["--fit", "missing.csv"], "cannot read missing.csv"),
-    ],
-)
-def test_a_wrong_call_is_one_sentence(
-    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from fusedops.cli.main import app
-
-    with pytest.raises(SystemExit):
-        app(["bench", "communication", *options], standalone_mode=False)
-    assert sentence in " ".join(capsys.readouterr().err.split())

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_records import invoke
 
 from fusedops.bench import memory
 from fusedops.bench.model_zoo import FAMILIES, ModelSize
-from fusedops.cli.main import app
 from fusedops.runtime.timer import CpuClock, TimingPlan
 
 pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("known_limits")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -55,7 +47,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     target, picture = tmp_path / "rows.json", tmp_path / "steps.svg"
     options = f"--hidden 32 --layers 2 --tokens 1x16 --seconds 0.01 --allocator system --threads 1 \
         --json {target} --svg {picture}"
-    done = CliRunner().invoke(app, ["bench", "memory", *options.split()])
+    done = invoke("bench", "memory", *options.split())
     assert done.exit_code == 0, done.output
     record = json.loads(target.read_text())
     assert [row["policy"] for row in record["rows"]] == list(memory.policies(["x"]))
@@ -64,9 +56,3 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
         assert f"{row['activations'] / 2**20:.1f}" in done.output
     drawn = ElementTree.fromstring(picture.read_text())
     assert "recomputation" in drawn.attrib["aria-label"]
-
-
-def test_a_family_that_does_not_exist_is_one_sentence() -> None:
-    done = CliRunner().invoke(app, ["bench", "memory", "--family", "gpt3"])
-    assert done.exit_code == 2
-    assert "did you mean gpt2?" in done.output

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from bench_records import invoke, record, row
 
 from fusedops.bench.compare import compare, parse_share
-from fusedops.bench.results import BenchRecord, BenchRow, load_json, save_json, save_results, to_csv
-from fusedops.cli.main import app
+from fusedops.bench.results import BenchRecord, load_json, save_json, save_results, to_csv
 from fusedops.terminal.files import UserError
-
-
-def row(variant: str = "fusedops", median: float = 100.0, **changes: Any) -> BenchRow:
-    spread = changes.pop("spread", 0.01)
-    base = BenchRow(
-        op="gelu",
-        case="16x16",
-        dtype="float32",
-        direction="forward",
-        variant=variant,
-        backend="cpp",
-        allocator="tuned",
-        speedup=2.0,
-        speedup_q1=1.9,
-        speedup_q3=2.1,
-        median_us=median,
-        q1_us=median * (1 - spread),
-        q3_us=median * (1 + spread),
-        samples=20,
-        discarded=1,
-        trusted=True,
-        gb_per_s=10.0,
-        tflop_per_s=None,
-        limit_share=0.5,
-        in_cache=False,
-        host_us=None,
-        peak_bytes=1024,
-        error_max_ulps=0.5,
-        error_mean_ulps=0.25,
-    )
-    return replace(base, **changes)
-
-
-def record(*rows: BenchRow, **machine: Any) -> BenchRecord:
-    here = {"slug": "cpu-zen5", "device": "cpu", "name": "AMD EPYC", "threads": 2} | machine
-    return BenchRecord(
-        machine=here,
-        versions={"torch": "2.13.0"},
-        git={"commit": "0123456789abcdef", "changed": True},
-        settings={"allocator": "tuned"},
-        limits={"copy": {"rate": 1e10, "way": "copy_", "others": {}}, "matmul": {}},
-        rows=rows,
-        notes=("a note",),
-        created="2026-01-01T00:00:00+00:00",
-    )
 
 
 def run_compare(tmp_path: Path, before: BenchRecord, after: BenchRecord, *options: str) -> Any:
     save_json(tmp_path / "a.json", before)
     save_json(tmp_path / "b.json", after)
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    return CliRunner().invoke(app, ["bench", "compare", *paths, *options])
+    return invoke("bench", "compare", *paths, *options)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -73,42 +29,39 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert load_json(tmp_path / "a.json") == before
 
 
-def test_slower_beyond_spread_exits_1_and_is_listed(tmp_path: Path) -> None:
-    done = run_compare(tmp_path, record(row(), row("eager")), record(row(median=120), row("eager")))
-    assert done.exit_code == 1
-    assert "slower: gelu 16x16 float32 forward fusedops: 100.0 -> 120.0 us (+20.0%" in done.output
+SLOWER = "slower: gelu 16x16 float32 forward fusedops: 100.0 -> 120.0 us (+20.0%"
+EAGER = row("eager")
+# Rows before and after, options, the exit code, and what is printed.
+VERDICTS: dict[str, tuple[list[Any], list[Any], tuple[str, ...], int, str]] = {
+    "slower": ([row(), EAGER], [row(median=120), EAGER], (), 1, SLOWER),
+    "within the spread": ([row()], [row(median=120, spread=0.3)], (), 0, ""),
+    "allowed": ([row()], [row(median=120)], ("--fail-if-slower", "25%"), 0, ""),
+    "not allowed": ([row()], [row(median=120)], ("--fail-if-slower", "0.1"), 1, SLOWER),
+    "faster": ([row()], [row(median=50)], (), 0, "faster: gelu"),
+    "eager alone": ([row(), EAGER], [row(), row("eager", median=150)], (), 0, "+50%"),
+    "disturbed": ([row()], [row(median=500, trusted=False)], (), 0, ""),
+    "missing": (
+        [row(), row(case="9x9")],
+        [row()],
+        (),
+        0,
+        "only in the first record: gelu 9x9 float32 forward fusedops",
+    ),
+}
 
 
-def test_slower_within_spread_or_allowance_exits_0(tmp_path: Path) -> None:
-    within_spread = record(row(median=120, spread=0.3))
-    assert run_compare(tmp_path, record(row()), within_spread).exit_code == 0
-    slower = record(row(median=120))
-    assert run_compare(tmp_path, record(row()), slower, "--fail-if-slower", "25%").exit_code == 0
-    assert run_compare(tmp_path, record(row()), slower, "--fail-if-slower", "0.1").exit_code == 1
+@pytest.mark.parametrize("name", VERDICTS)
+def test_what_is_slower_fails_and_is_listed(name: str, tmp_path: Path) -> None:
+    before, after, options, code, printed = VERDICTS[name]
+    done = run_compare(tmp_path, record(*before), record(*after), *options)
+    assert done.exit_code == code and printed in done.output
 
 
-def test_faster_exits_0_and_is_listed(tmp_path: Path) -> None:
-    done = run_compare(tmp_path, record(row()), record(row(median=50)))
-    assert done.exit_code == 0 and "faster: gelu" in done.output
-
-
-def test_eager_becoming_slower_is_no_failure_but_drift(tmp_path: Path) -> None:
-    verdict = compare(record(row("eager")), record(row("eager", median=150)), allowed=0.05)
-    assert verdict.slower == () and verdict.drift == pytest.approx(0.5)
-    done = run_compare(
-        tmp_path, record(row(), row("eager")), record(row(), row("eager", median=150))
-    )
-    assert done.exit_code == 0 and "+50%" in done.output
-
-
-def test_disturbed_rows_are_not_judged() -> None:
+def test_disturbed_rows_and_eager_are_not_judged() -> None:
     verdict = compare(record(row()), record(row(median=500, trusted=False)), allowed=0.05)
     assert verdict.slower == () and len(verdict.doubtful) == 1
-
-
-def test_missing_rows_are_named(tmp_path: Path) -> None:
-    done = run_compare(tmp_path, record(row(), row(case="9x9")), record(row()))
-    assert "only in the first record: gelu 9x9 float32 forward fusedops" in done.output
+    verdict = compare(record(EAGER), record(row("eager", median=150)), allowed=0.05)
+    assert verdict.slower == () and verdict.drift == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +108,6 @@ def test_json_that_is_no_record_is_one_sentence(tmp_path: Path, text: str) -> No
 
 
 def test_csv_has_versions_in_each_row(tmp_path: Path) -> None:
-    import csv
-    import io
-
     table = list(csv.DictReader(io.StringIO(to_csv(record(row())))))
     assert len(table) == 1
     assert table[0]["median_us"] == "100" and table[0]["tflop_per_s"] == ""

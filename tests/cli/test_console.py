@@ -7,19 +7,18 @@ import os
 import pty
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_records import record, row
 from rich.console import Console
 from rich.table import Table
 
 from fusedops.bench import chart, models_report, table
 from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
-from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.cli.plan import memory as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan
@@ -77,28 +76,14 @@ def test_words_are_wrapped_and_numbers_are_not() -> None:
     assert out.width == 30
 
 
-def _record(*rows: BenchRow) -> BenchRecord:
-    limits = {"copy": {"rate": 1e9, "way": "copy_", "trusted": True}, "matmul": {}}
-    settings = {"allocator": "tuned", "patch": "patched"}
-    where = {"slug": "here", "name": "machine", "threads": 1}
-    return BenchRecord(where, {"torch": "2"}, {}, settings, limits, rows, (), "now")
-
-
-def _row(variant: str, **changes: Any) -> BenchRow:
-    row = BenchRow(
-        op="gelu", case="4x8", dtype="float32", direction="forward", variant=variant, backend="cpp",
-        allocator="tuned", speedup=6458.7, speedup_q1=6458.7, speedup_q3=6458.7, median_us=1.25,
-        q1_us=1.25, q3_us=1.25, samples=1, discarded=4, trusted=True, gb_per_s=77.5,
-        tflop_per_s=None, limit_share=0.33, in_cache=False, host_us=2.5, peak_bytes=3 << 20,
-        error_max_ulps=0.5, error_mean_ulps=0.25,
-    )  # fmt: skip
-    return replace(row, **changes)
+FIGURES: dict[str, Any] = {"speedup": 6458.7, "speedup_q1": 6458.7, "speedup_q3": 6458.7}
+FIGURES |= {"median": 1.25, "gb_per_s": 77.5, "limit_share": 0.33, "host_us": 2.5}
 
 
 def test_a_disturbed_row_has_no_times_in_a_table() -> None:
     for trusted in (True, False):
         out = terminal(200)
-        table.show(_record(_row("eager"), _row("fusedops", trusted=trusted)), out)
+        table.show(record(row("eager"), row(trusted=trusted, **FIGURES)), out)
         ours = next(line for line in printed(out).splitlines() if "fusedops (cpp)" in line)
         times = ("6458.70", "1.25", "77.5", "33%")
         assert [time in ours for time in times] == [trusted] * 4
@@ -107,12 +92,12 @@ def test_a_disturbed_row_has_no_times_in_a_table() -> None:
 
 
 def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
-    given: dict[str, Any] = {"lead": 6458.7, "lead_q1": 6458.7, "lead_q3": 6458.7, "rival": "eager"}
-    record = _record(_row("eager"), _row("fusedops", trusted=False, **given))
+    leads = dict.fromkeys(("lead", "lead_q1", "lead_q3"), 6458.7)
+    disturbed = row(trusted=False, **FIGURES, **leads, rival="eager")
     out = terminal(200)
-    models_report.show(record, out)
+    models_report.show(record(row("eager"), disturbed), out)
     assert "6458" not in printed(out) and "disturbed" in printed(out)
-    picture = chart.draw(record)
+    picture = chart.draw(record(row("eager"), disturbed))
     assert "6458" not in picture and ">disturbed<" in picture
 
 
@@ -127,13 +112,13 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         )
         work = LeastWork(1, 0, 1.0, True)
         assert lead(timing, "fusedops")["rival"] == "peer"
-        row = timed_row(
+        ours = timed_row(
             timing, "fusedops", work, settings, None, op="gelu", case="4x8", dtype="float32",
             direction="forward", backend="cpp", host_us=None, peak_bytes=0,
             **trusted_fields(timing, "fusedops"),
         )  # fmt: skip
-        assert row.trusted and row.speedup == 4.0
-        assert row.lead == (None if disturbed else 2.0)
+        assert ours.trusted and ours.speedup == 4.0
+        assert ours.lead == (None if disturbed else 2.0)
 
 
 ACTIVITY = """

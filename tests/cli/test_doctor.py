@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_records import invoke
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -20,9 +22,13 @@ from fusedops.cli import calibrate
 from fusedops.cli.main import app
 from fusedops.cli.selftest import check_op
 from fusedops.runtime.timer import CpuClock, Timing
-from fusedops.specs import all_specs
+from fusedops.specs import Spec, all_specs
 
 CPU = torch.device("cpu")
+
+
+def doctor(*options: str) -> Result:
+    return invoke("doctor", "--device", "cpu", *options)
 
 
 @pytest.mark.parametrize("op", all_specs())
@@ -41,71 +47,51 @@ def test_time_over_skips_and_counts_the_rest() -> None:
     assert outcome.skipped == 3 * (len(spec.samples(CPU, torch.float32)) - 1)
 
 
-def test_wrong_values_are_found() -> None:
-    spec = all_specs()["gelu"]
+class _DoubledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        return spec.op(*args, **kwargs) * 1.001
-
-    failures = check_op(replace(spec, op=wrong), CPU).failures
-    assert any("output 0" in failure and "over the error budget" in failure for failure in failures)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
 
 
-def test_wrong_gradient_is_found() -> None:
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+def _broken(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("illegal instruction")
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return 2 * grad
 
+# What is done to the input or to the result of an op, and what its failures say.
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "values": (None, lambda y: y * 1.001, "output 0.*over the error budget"),
+    "gradient": (_DoubledGradient.apply, None, "gradient 0.*over the error budget"),
+    "nan": (None, lambda y: y * torch.nan, "is nan, float64 has"),
+    "exception": (_broken, None, "RuntimeError: illegal instruction"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "says"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_found(before: Any, after: Any, says: str) -> None:
     spec = all_specs()["gelu"]
 
     def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return spec.op(Doubled.apply(x), *args, **kwargs)
+        y = spec.op(before(x) if before else x, *args, **kwargs)
+        return after(y) if after else y
 
     failures = check_op(replace(spec, op=wrong), CPU).failures
-    assert any(
-        "gradient 0" in failure and "over the error budget" in failure for failure in failures
-    )
+    assert any(re.search(says, failure) for failure in failures), failures
 
 
-def test_nan_is_wrong() -> None:
-    spec = all_specs()["gelu"]
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        return spec.op(*args, **kwargs) * float("nan")
-
-    failures = check_op(replace(spec, op=wrong), CPU).failures
-    assert any("is nan, float64 has" in failure for failure in failures)
-
-
-def test_exception_is_a_failure_with_its_message() -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("illegal instruction")
-
-    failures = check_op(replace(all_specs()["gelu"], op=broken), CPU).failures
-    assert failures and "RuntimeError: illegal instruction" in failures[0]
-
-
-def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = all_specs()["gelu"]
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        return spec.op(*args, **kwargs) + 1
-
-    specs = {"gelu": spec}
-    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
-    done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+def test_command_exits_1_when_an_op_is_wrong(specs: dict[str, Spec]) -> None:
+    op = specs["gelu"].op
+    done = doctor()
     assert done.exit_code == 0, done.output
     assert "right" in done.output and "runs on" in done.output and "allocator" in done.output
     if extension.cpu_library() is None:
         missing = torch.ops.fusedops_native.why_no_tiles()
         assert f"AMX tiles      {f'no: {missing}' if missing else 'usable'}" in done.output
-    specs["gelu"] = replace(spec, op=wrong)
-    done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    specs["gelu"] = replace(specs["gelu"], op=lambda *args, **kwargs: op(*args, **kwargs) + 1)
+    done = doctor()
     assert done.exit_code == 1
     assert "WRONG" in done.output
 
@@ -132,13 +118,12 @@ def test_json_is_alone_on_stdout(backend: str) -> None:
     assert all(result["runs_on"] and not result["failures"] for result in results.values())
 
 
+@pytest.mark.usefixtures("specs")
 def test_it_tells_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = {"gelu": all_specs()["gelu"]}
-    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
     monkeypatch.setenv("FUSEDOPS_BACKND", "torch")
     monkeypatch.setenv("FUSEDOPS_BACKEND", "cuda")
     with backends.use_backend("cuda"):
-        done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+        done = doctor()
     assert done.exit_code == 1
     assert "FUSEDOPS_BACKEND=cuda" in done.output
     assert "FUSEDOPS_BACKND is set, but nothing reads it: did you mean" in done.output
@@ -152,31 +137,23 @@ MISSPELT = (
 )
 
 
-def run_misspelt(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
-    specs = {"gelu": all_specs()["gelu"]}
-    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+@pytest.mark.parametrize(
+    "words", ["doctor --device cpu", "bench gelu", "bench compare a b", "demo"]
+)
+@pytest.mark.usefixtures("specs")
+def test_a_misspelt_backend_is_one_line_and_keeps_the_doctor_from_nothing(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     monkeypatch.setenv("FUSEDOPS_BACKEND", "tritn")
     with backends.use_backend(None):
         backends.start()  # as the import of a process of its own does
-        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-
-
-def test_a_misspelt_backend_does_not_keep_the_doctor_from_reporting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done = run_misspelt(monkeypatch, "doctor", "--device", "cpu")
+        done = CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == f"fusedops: error: {MISSPELT}"
-    assert MISSPELT in done.stdout and "allocator" in done.stdout and "right  gelu" in done.stdout
-
-
-@pytest.mark.parametrize("words", ["bench gelu", "bench compare a b", "demo"])
-def test_a_misspelt_backend_is_one_line_of_every_other_command(
-    monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    done = run_misspelt(monkeypatch, *words.split())
-    assert done.exit_code == 2
-    assert done.output == f"fusedops: error: {MISSPELT}\n"
+    if words.startswith("doctor"):
+        assert all(text in done.stdout for text in (MISSPELT, "allocator", "right  gelu"))
+    else:
+        assert done.output == f"fusedops: error: {MISSPELT}\n"
 
 
 def test_a_misspelt_backend_does_not_hide_the_help() -> None:
@@ -190,33 +167,36 @@ def test_a_misspelt_backend_does_not_hide_the_help() -> None:
     assert done.returncode == 0 and "doctor" in done.stdout and not done.stderr
 
 
-def test_eager_torchs_warnings_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = all_specs()["gelu"]
+def test_eager_torchs_warnings_are_not_shown(specs: dict[str, Spec]) -> None:
+    spec = specs["gelu"]
 
     def loud(*args: Any, **kwargs: Any) -> Any:
         warnings.warn("no fast path", stacklevel=1)
         return spec.eager(*args, **kwargs)
 
-    specs = {"gelu": replace(spec, eager=loud)}
-    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    specs["gelu"] = replace(spec, eager=loud)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+        done = doctor()
     assert done.exit_code == 0
     assert not [each for each in heard if "fast path" in str(each.message)]
 
 
-def test_calibrate_shows_rates_ratios_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_shows_rates_ratios_and_backends(
+    specs: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibrate, "PRODUCTS", ((64, 32, 48), (4, 32, 48)))
     monkeypatch.setattr(calibrate, "OPS", ("gelu",))
-    case = next(
-        bench_case for bench_case in all_specs()["gelu"].bench_cases if not bench_case.headline
+    gelu = specs["gelu"]
+    small = replace(
+        gelu.bench_cases[0],
+        label="4x8",
+        make=lambda device, dtype: gelu.samples(device, dtype)[0],
+        headline=True,
     )
-    small = replace(case, label="4x8", make=lambda device, dtype: _tiny(device, dtype))
-    specs = {"gelu": replace(all_specs()["gelu"], bench_cases=(replace(small, headline=True),))}
-    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    specs["gelu"] = replace(gelu, bench_cases=(small,))
     monkeypatch.setattr(calibrate, "all_specs", lambda: specs)
-    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--calibrate"])
+    done = doctor("--calibrate")
     assert done.exit_code == 0, done.output
     lines = [line.split("\u2502") for line in done.stdout.splitlines() if "\u2502" in line]
     rows = {(cells[1].strip(), cells[2].strip()): cells[3:-1] for cells in lines}
@@ -232,18 +212,10 @@ def test_calibrate_shows_rates_ratios_and_backends(monkeypatch: pytest.MonkeyPat
         assert (ratio == "disturbed" or float(ratio) > 0) and runs_on in ("cpp", "torch")
 
 
-def _tiny(device: torch.device, dtype: torch.dtype) -> Any:
-    return all_specs()["gelu"].samples(device, dtype)[0]
-
-
 def test_rates_are_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: Any) -> Timing:
-        return Timing({"eager": [2e-3] * 3, "fusedops": [1e-3] * 3}, contended(False), least=1)
-
-    def contended(state: bool) -> dict[str, list[bool]]:
-        return {"eager": [state] * 3, "fusedops": [state] * 3}
-
-    monkeypatch.setattr(calibrate, "measure", measure)
+    seconds = {"eager": [2e-3] * 3, "fusedops": [1e-3] * 3}
+    timing = Timing(seconds, {name: [False] * 3 for name in seconds}, least=1)
+    monkeypatch.setattr(calibrate, "measure", lambda *_: timing)
     rate = calibrate.product_rate("linear", (16, 32, 64), torch.float32, CPU, CpuClock())
     assert rate.ratio == 2.0 and rate.trusted
     assert rate.gflops == pytest.approx((2 * 16 * 32 * 64 / 1e6, 2 * 16 * 32 * 64 / 2e6))

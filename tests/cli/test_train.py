@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_records import invoke
 
 from fusedops.cli import train_memory
-from fusedops.cli.main import app
 from fusedops.cli.train import _assignments as assignments_of_plan
 from fusedops.launch.config_table import override
 from fusedops.models import ParallelConfig, Transformer, load_huggingface, preset, save_huggingface
@@ -32,8 +32,7 @@ data = {{ train = ["{folder}/text.txt"], seq_len = 16 }}
 """
 
 
-def invoke(*args: str) -> Any:
-    return CliRunner().invoke(app, ["train", *args])
+train = partial(invoke, "train")
 
 
 @pytest.fixture
@@ -45,11 +44,11 @@ def file(tmp_path: Path) -> str:
 
 
 def test_a_run_tells_how_it_went(file: str) -> None:
-    done = invoke(file)
+    done = train(file)
     assert done.exit_code == 0, done.output
     first, *_, last = done.output.splitlines()
     assert "1 process on cpu" in first and last.startswith("done: 2 steps, loss 5.")
-    again = invoke(file)
+    again = train(file)
     assert again.exit_code == 0 and "all 2 steps were done before" in again.output
 
 
@@ -59,13 +58,13 @@ def test_more_processes_than_cores_are_said(file: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("fusedops.launch.job.join_job", lambda: None)
     monkeypatch.setattr("fusedops.train.launch", lambda number, *_, **__: started.append(number))
     said = "3 processes share the 2 cores"
-    assert said in invoke(file, "--processes", "3").output
-    assert said not in invoke(file, "--processes", "2").output and started == [3, 2]
+    assert said in train(file, "--processes", "3").output
+    assert said not in train(file, "--processes", "2").output and started == [3, 2]
 
 
 def test_the_example_has_every_key_and_its_default(tmp_path: Path) -> None:
     path = tmp_path / "example.toml"
-    assert invoke("--example", str(path)).exit_code == 0
+    assert train("--example", str(path)).exit_code == 0
     written = load_config(path)
     data = DataConfig(train=written.data.train)
     bare = asdict(Config(out=written.out, steps=written.steps, batch=written.batch, data=data))
@@ -85,66 +84,13 @@ def test_the_example_has_every_key_and_its_default(tmp_path: Path) -> None:
     assert all(
         stated[name] == set(defaults[name]) for name in {*defaults} - {"", "parallel", "model"}
     )
-    refused = invoke("--example", str(path))
-    assert refused.exit_code == 2 and "exists already" in refused.output
-
-
-BAD = {
-    "unknown key": (["optimizer.lrr=1"], "unknown key 'lrr' in [optimizer]: did you mean 'lr'?"),
-    "unknown table": (["datas.x=1"], "unknown key 'datas' in the configuration: did you mean"),
-    "unknown size": (["model.hidden=8"], "unknown key 'hidden' in [model]: did you mean 'hidden"),
-    "type": (["steps=1.5"], "steps must be an integer, got 1.5"),
-    "type inside": (["optimizer.betas=[0.9]"], "betas must be a list of 2, each a number, got"),
-    "range": (["optimizer.lr=0"], "optimizer: lr must be positive and finite, got 0.0"),
-    "choice": (["schedule.kind=cosin"], "got 'cosin' (did you mean 'cosine'?)"),
-    "no table": (["steps.a=1"], "--set steps.a=1: steps is no table"),
-    "no equals": (["steps"], "--set must be key=value"),
-    "preset": (["model.preset=tiny-gtp2"], "did you mean tiny-gpt2?"),
-    "heads": (["model.num_heads=3"], "num_heads must be a divisor of hidden_size"),
-    "vocabulary": (["model.vocab_size=64"], "vocab_size must be at least 257, the tokenizer's"),
-    "positions": (["model.seq_len=8"], "seq_len must be at least data.seq_len, 16, got 8"),
-    "no decay": (
-        ["optimizer.no_decay=['*bias', 'layers.*.atention.querry.weight']"],
-        "'layers.*.atention.querry.weight' must match a parameter; the nearest names are layers.",
-    ),
-    "corpus": (["data.train=['nothing.txt']"], "the corpus nothing.txt does not exist"),
-    "tokenizer": (["data.tokenizer=nothing.json"], "nothing.json cannot be read: No such file"),
-    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs the package tensorboard"),
-}
-
-
-@pytest.mark.parametrize("case", sorted(BAD))
-def test_what_is_wrong_is_one_line(file: str, case: str) -> None:
-    overrides, message = BAD[case]
-    done = invoke(file, *[part for override in overrides for part in ("--set", override)])
-    assert done.exit_code == 2, done.output
-    (line,) = done.output.splitlines()
-    assert line.startswith("fusedops: error: ") and message in line
-
-
-def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "a.toml"
-    for content, message in (
-        (b"steps = = 1", "is not valid TOML: "),
-        (b"\xff", "is not a text file"),
-        (b"steps = 1", "out is missing"),
-    ):
-        path.write_bytes(content)
-        done = invoke(str(path))
-        assert done.exit_code == 2 and f"{path}" in done.output and message in done.output
-    for args, message in (
-        ([str(tmp_path / "b.toml")], f"--example {tmp_path / 'b.toml'}"),
-        ([], "which configuration"),
-    ):
-        done = invoke(*args)
-        assert done.exit_code == 2 and message in done.output
 
 
 def test_a_checkpoint_of_hugging_face_comes_in_and_goes_out(file: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     save_huggingface(Transformer(replace(preset("tiny-llama"), vocab_size=320)), first)
     more = ("--set", f"model={{ load = '{first}' }}", "--set", "optimizer.lr=1e-3")
-    done = invoke(file, *more, "--set", f"export={second}")
+    done = train(file, *more, "--set", f"export={second}")
     assert done.exit_code == 0, done.output
     before, after = load_huggingface(first), load_huggingface(second)
     assert before.config == after.config
@@ -153,12 +99,12 @@ def test_a_checkpoint_of_hugging_face_comes_in_and_goes_out(file: str, tmp_path:
         for one, other in zip(before.parameters(), after.parameters(), strict=True)
     ]
     assert 0 < max(moved) < 3e-3  # two steps of about the learning rate
-    refused = invoke(file, *more, "--set", "model.num_layers=1", "--set", f"out={tmp_path}/b")
+    refused = train(file, *more, "--set", "model.num_layers=1", "--set", f"out={tmp_path}/b")
     assert refused.exit_code == 2 and "no other key with load" in refused.output
 
 
 def test_more_memory_than_the_machine_has_is_refused_before_the_first_step(file: str) -> None:
-    done = invoke(file, "--set", "batch=99999999999")
+    done = train(file, "--set", "batch=99999999999")
     assert done.exit_code == 2, done.output
     (line,) = done.output.splitlines()
     assert "a step takes an estimated " in line and " TiB of memory in each process" in line
@@ -169,33 +115,49 @@ def test_an_estimate_above_the_memory_is_a_warning(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_memory, "available_bytes", lambda: 1000)
-    done = invoke(file)
+    done = train(file)
     assert done.exit_code == 0, done.output
     assert "and 1000 B is available, which may not be enough" in done.output
 
 
-@pytest.mark.parametrize("kind", ["host", "gpu", "python"])
-def test_exhausted_memory_is_one_line(
-    file: str, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    def update(*_: Any, **__: Any) -> None:
-        if kind == "gpu":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-        if kind == "python":
-            raise MemoryError
-        torch.empty(1 << 50)
-
-    monkeypatch.setattr(loop, "update", update)
-    done = invoke(file)
-    assert done.exit_code == 1, done.output
-    assert done.output.splitlines()[-1].startswith(
-        "fusedops: error: out of memory: a step takes an estimated "
+def out_of_gpu_memory(request: str, unallocated: str) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {request}. GPU 0 has a total capacity of 79.10 GiB "
+        "of which 1.00 GiB is free. 60.00 GiB is allocated by PyTorch, and "
+        f"{unallocated} is reserved by PyTorch but unallocated."
     )
 
 
+# The error, and the free bytes in pieces that are larger than what was asked for.
+EXHAUSTED: dict[str, tuple[Exception | None, str]] = {
+    "host": (None, ""),
+    "python": (MemoryError(), ""),
+    "gpu": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), ""),
+    "in pieces": (out_of_gpu_memory("2.00 GiB", "12.50 GiB"), "12.50 GiB"),
+    "too little in pieces": (out_of_gpu_memory("2.00 GiB", "900.00 MiB"), ""),
+    "MiB in pieces": (out_of_gpu_memory("0.50 GiB", "900.00 MiB"), "900.00 MiB"),
+}
+
+
+@pytest.mark.parametrize(("error", "pieces"), EXHAUSTED.values(), ids=EXHAUSTED)
+def test_exhausted_memory_is_one_line(
+    file: str, monkeypatch: pytest.MonkeyPatch, error: Exception | None, pieces: str
+) -> None:
+    def update(*_: Any, **__: Any) -> None:
+        if error is not None:
+            raise error
+        torch.empty(1 << 50)
+
+    monkeypatch.setattr(loop, "update", update)
+    done = train(file)
+    assert done.exit_code == 1, done.output
+    says = f"{pieces} are free, in pieces" if pieces else "a step takes an estimated "
+    assert done.output.splitlines()[-1].startswith(f"fusedops: error: out of memory: {says}")
+
+
 def test_another_model_does_not_go_on(file: str) -> None:
-    assert invoke(file).exit_code == 0
-    done = invoke(file, "--set", "steps=3", "--set", "model.hidden_size=96")
+    assert train(file).exit_code == 0
+    done = train(file, "--set", "steps=3", "--set", "model.hidden_size=96")
     assert done.exit_code == 2
     assert "is of another model or optimizer: other shapes" in done.output
     assert done.output.rstrip().endswith("a new run needs another out")
@@ -225,7 +187,7 @@ def test_a_plan_that_was_edited_wrongly_is_one_line(
     path = tmp_path / "plan.json"
     edited = {"layouts": [{"layout": plan}]} if "tp" in plan else plan
     path.write_text(json.dumps(edited))
-    done = invoke(file, "--plan", str(path))
+    done = train(file, "--plan", str(path))
     assert done.exit_code == 2 and done.output.count("\n") == 1
     assert done.output.startswith(f"fusedops: error: {path}") and says in done.output
 

@@ -15,17 +15,8 @@ import pytest
 HERE = Path(__file__).parent
 NEEDED = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "peft", "torchao", "trl")
 WANT_ALL = (
-    "accelerate",
-    "deepspeed",
-    "examples",
-    "inference",
-    "lightning",
-    "megatron",
-    "peft",
-    "pipelines",
-    "torch",
-    "trainer",
-    "trl",
+    *("deepspeed", "examples", "inference", "lightning", "megatron", "peft", "pipelines", "torch"),
+    *("trainer", "trl"),
 )
 
 # The models and what compares them are those of the patch tests.

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from causal_families import DENSE, LLAMA_OPS, SPARSE
-from patch_testing import counted
+from patch_testing import assert_within_budget, counted
 from processes import run
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes
 from fusedops.integrations import describe
 from fusedops.integrations.hf.rules.torch_modules import torchs_product_is_faster
 
@@ -101,6 +100,7 @@ class Trial:
         dtype: of the computation.
         prepare: done to the model before ``patch``, as adapters.
         finish: done to it after ``patch``.
+        by_socket: the trainer patches the model: ``train`` is told so by ``fused``.
     """
 
     train: Train
@@ -115,6 +115,7 @@ class Trial:
     dtype: torch.dtype = torch.float32
     prepare: Change | None = None
     finish: Change | None = None
+    by_socket: bool = False
 
     def compare(self, processes: int = 1) -> Outcome:
         """Make the runs, each in processes of its own, and compare what each rank has.
@@ -148,11 +149,12 @@ def _run(
     model = build(**trial.config).to(dtype)
     torch.manual_seed(1)
     model = trial.prepare(model) if trial.prepare is not None else model
-    at_first = fusedops.patch(model) if patch else None
+    at_first = fusedops.patch(model) if patch and not trial.by_socket else None
     torch.manual_seed(1)
     model = trial.finish(model) if trial.finish is not None else model
+    options = trial.options | (options or {}) | ({"fused": patch} if trial.by_socket else {})
     with counted() as calls:
-        trained = trial.train(model, **(trial.options | (options or {})))
+        trained = trial.train(model, **options)
     aside = steps_aside(at_first, describe(model)) if at_first is not None else []
     return _Ran(trained, calls, aside)
 
@@ -168,6 +170,26 @@ def batches(rank: int = 0, processes: int = 1) -> list[torch.Tensor]:
     """Return the ids of every step's batch, of those that are this rank's."""
     ids = torch.stack([row["input_ids"] for row in rows(STEPS * BATCH * processes)])
     return list(ids.view(STEPS, processes, BATCH, -1)[:, rank])
+
+
+def steps(
+    model: nn.Module,
+    ids: list[torch.Tensor],
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    optimizer: Any = None,
+) -> list[float]:
+    """Train what is not frozen, by plain gradient descent if not told otherwise; return losses."""
+    if optimizer is None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+    losses = []
+    for each in ids:
+        loss = model(input_ids=each, labels=each).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -188,12 +210,7 @@ def assert_same(
     assert len(found.losses) == len(stock.losses) == len(exact.losses) > 0
     assert found.weights.keys() == stock.weights.keys() == exact.weights.keys()
     runs = [{"loss": torch.tensor(each.losses), **each.weights} for each in (found, stock, exact)]
-    for name in runs[2]:
-        actual, eager, truth = (each[name] for each in runs)
-        truth = truth.double()
-        budget = dtypes.error_budget(eager, truth, dtype, depth=64)
-        excess = (actual.double() - truth).abs() - budget
-        assert excess.max() <= 0, f"{name}: {excess.max():.3g} beyond the budget"
+    assert_within_budget(*runs, dtype)
 
 
 def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -> list[str]:

@@ -21,17 +21,11 @@ from causal_families import GROUPED
 BATCH, SEQ_LEN = 3, 7
 PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-TEXT_TASKS = (
-    "MODEL",
-    "MODEL_FOR_CAUSAL_LM",
-    "MODEL_FOR_MASKED_LM",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-    "MODEL_FOR_TOKEN_CLASSIFICATION",
-    "MODEL_FOR_QUESTION_ANSWERING",
-    "MODEL_FOR_MULTIPLE_CHOICE",
-    "MODEL_FOR_NEXT_SENTENCE_PREDICTION",
+HEADS_OF_TEXT = (
+    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"),
+    *("TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION"),
 )
+TEXT_TASKS = ("MODEL", *(f"MODEL_FOR_{name}" for name in HEADS_OF_TEXT))
 IMAGE_TASKS = ("MODEL", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_MASKED_IMAGE_MODELING")
 SPEECH_TASKS = ("MODEL", "MODEL_FOR_CTC", "MODEL_FOR_AUDIO_CLASSIFICATION")
 
@@ -115,257 +109,182 @@ class Group:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(some)))
 
 
-def causal(name: str) -> tuple[Group, ...]:
-    families = causal_families.DENSE | causal_families.SPARSE
-    options = causal_families.SIZES | families[name].options | TOKENS
-    options.pop("experts_implementation", None)
-    return (Group(name, f"{name}Config", options),)
+Groups = tuple[Group, ...]
 
 
-def decoder(name: str, **options: Any) -> tuple[Group, ...]:
+def families(make: Callable[..., Groups], *names: str, **options: Any) -> dict[str, Groups]:
+    """Return families of the same options, by the names of their folders in transformers."""
+    found = {name: make(name, **options) for name in names}
+    return {_folder(groups[0].config): groups for groups in found.values()}
+
+
+def _folder(config: str) -> str:
+    return getattr(transformers, config).__module__.split(".")[-2]
+
+
+def plain(name: str, **options: Any) -> Groups:
+    return (Group(name, f"{name}Config", options | TOKENS),)
+
+
+def causal(name: str) -> Groups:
+    options = causal_families.SIZES | (causal_families.DENSE | causal_families.SPARSE)[name].options
+    options = {key: value for key, value in options.items() if key != "experts_implementation"}
+    return plain(name, **options)
+
+
+def decoder(name: str, **options: Any) -> Groups:
     """Return a family like Llama."""
-    options = causal_families.SIZES | TOKENS | options
-    return (Group(name, f"{name}Config", options),)
+    return plain(name, **causal_families.SIZES | TOKENS | options)
 
 
-def encoder(name: str, model: str, **changes: Any) -> tuple[Group, ...]:
+def encoder(name: str, **changes: Any) -> Groups:
+    """Return a family of ``encoder_families``."""
+    model = next(model for model in encoder_families.FAMILIES if model.startswith(f"{name}For"))
     return (Group(name, f"{name}Config", encoder_families.FAMILIES[model].options, **changes),)
 
 
-def t5() -> tuple[Group, ...]:
-    options = encoder_families.T5.options
-    tasks = ("MODEL", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_QUESTION_ANSWERING")
-    encoder_alone = options | {"is_encoder_decoder": False}
-    encoders = ("T5EncoderModel", "T5ForTokenClassification")
-    return (
-        Group("T5", "T5Config", options, text_to_text, tasks, flags={"is_encoder_decoder": True}),
-        Group("T5EncoderOnly", "T5Config", encoder_alone, tasks=(), models=encoders),
-    )
-
-
-def clip() -> tuple[Group, ...]:
-    options = encoder_families.CLIP.options
-    both = {"_is_composite": True, "has_attentions": False}
-    return (
-        Group(
-            "CLIPText",
-            "CLIPTextConfig",
-            options["text_config"],
-            tasks=(),
-            models=("CLIPTextModel", "CLIPTextModelWithProjection"),
-            facts={"is_training": False},  # they have no loss
-        ),
-        Group(
-            "CLIPVision",
-            "CLIPVisionConfig",
-            options["vision_config"],
-            image,
-            tasks=(),
-            models=("CLIPVisionModel", "CLIPVisionModelWithProjection"),
-            facts={"is_training": False, "seq_length": PATCHES},
-        ),
-        Group("CLIP", "CLIPConfig", options, text_and_image, ("MODEL",), flags=both),
-        Group(
-            "CLIPForImageClassification",
-            "CLIPConfig",
-            options,
-            image_of_two_towers,
-            tasks=(),
-            models=("CLIPForImageClassification",),
-            facts={"seq_length": PATCHES},
-            flags=both,
-        ),
-    )
-
-
-def siglip() -> tuple[Group, ...]:
-    alone = {"is_training": False}
-    options = {
-        "text_config": encoder_families.TEXT | {"max_position_embeddings": 40} | TOKENS,
-        "vision_config": encoder_families.VISION,
-    }
-    both = {"_is_composite": True, "has_attentions": False}
-    return (
-        Group(
-            "SiglipText",
-            "SiglipTextConfig",
-            options["text_config"],
-            tasks=(),
-            models=("SiglipTextModel",),
-            facts=alone,
-        ),
-        Group(
-            "SiglipVision",
-            "SiglipVisionConfig",
-            options["vision_config"],
-            image,
-            tasks=(),
-            models=("SiglipVisionModel",),
-            facts=alone | {"seq_length": PATCHES - 1},
-        ),
-        Group("Siglip", "SiglipConfig", options, text_and_image, ("MODEL",), flags=both),
-    )
-
-
-def vit() -> tuple[Group, ...]:
-    options = encoder_families.VIT.options | {"encoder_stride": 4}
-    facts = {"seq_length": PATCHES, "num_masks": 8, "mask_length": PATCHES - 1}
-    return (Group("ViT", "ViTConfig", options, image, IMAGE_TASKS, facts=facts),)
-
-
-def masked(name: str, *models: str, **options: Any) -> tuple[Group, ...]:
+def masked(name: str, **options: Any) -> Groups:
     """Return a family like BERT."""
-    options = encoder_families.BERT_SIZES | {"pad_token_id": 0} | options
-    return (Group(name, f"{name}Config", options, models=models),)
+    return (
+        Group(name, f"{name}Config", encoder_families.BERT_SIZES | {"pad_token_id": 0} | options),
+    )
 
 
-def to_text(name: str, **options: Any) -> tuple[Group, ...]:
+def to_text(name: str, config: dict[str, Any] | None = None) -> Groups:
     """Return a family like BART."""
     tasks = ("MODEL", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_QUESTION_ANSWERING")
-    options = encoder_families.BART_SIZES | TOKENS | options
+    options = encoder_families.BART_SIZES | TOKENS if config is None else config
     flags = {"is_encoder_decoder": True}
     return (Group(name, f"{name}Config", options, text_to_text, tasks, flags=flags),)
 
 
-def images(name: str, tokens: int, **options: Any) -> tuple[Group, ...]:
+def t5(name: str) -> Groups:
+    options = encoder_families.T5.options
+    models = ("T5EncoderModel", "T5ForTokenClassification")
+    alone = options | {"is_encoder_decoder": False}
+    return (
+        *to_text(name, options),
+        Group("T5EncoderOnly", "T5Config", alone, tasks=(), models=models),
+    )
+
+
+def tower(name: str, options: Any, inputs: Inputs, models: tuple[str, ...], **facts: Any) -> Group:
+    """Return the text or the vision of two towers, which has no loss."""
+    facts = {"is_training": False} | facts
+    return Group(name, f"{name}Config", options, inputs, (), models, facts)
+
+
+def towers(name: str, options: dict[str, Any], ends: tuple[str, ...], seq_length: int) -> Groups:
+    """Return a family like CLIP, whose towers are models of these ends of names."""
+    both = {"_is_composite": True, "has_attentions": False}
+    text_models, vision_models = (
+        tuple(f"{name}{kind}Model{end}" for end in ends) for kind in ("Text", "Vision")
+    )
+    vision = options["vision_config"]
+    return (
+        tower(f"{name}Text", options["text_config"], text, text_models),
+        tower(f"{name}Vision", vision, image, vision_models, seq_length=seq_length),
+        Group(name, f"{name}Config", options, text_and_image, ("MODEL",), flags=both),
+    )
+
+
+def clip(name: str) -> Groups:
+    options = encoder_families.CLIP.options
+    classifier = Group(
+        "CLIPForImageClassification",
+        "CLIPConfig",
+        options,
+        image_of_two_towers,
+        tasks=(),
+        models=("CLIPForImageClassification",),
+        facts={"seq_length": PATCHES},
+        flags={"_is_composite": True, "has_attentions": False},
+    )
+    return (*towers(name, options, ("", "WithProjection"), PATCHES), classifier)
+
+
+def siglip(name: str) -> Groups:
+    texts = encoder_families.TEXT | {"max_position_embeddings": 40} | TOKENS
+    options = {"text_config": texts, "vision_config": encoder_families.VISION}
+    return towers(name, options, ("",), PATCHES - 1)
+
+
+def images(name: str, tokens: int, **options: Any) -> Groups:
     """Return a family like ViT, of layers that see ``tokens``."""
     options = encoder_families.VISION | {"encoder_stride": 4} | options
     facts = {"seq_length": tokens, "num_masks": 8, "mask_length": PATCHES - 1}
     return (Group(name, f"{name}Config", options, image, IMAGE_TASKS, facts=facts),)
 
 
-def recordings(name: str) -> tuple[Group, ...]:
+def recordings(name: str) -> Groups:
     """Return a family like Wav2Vec2."""
     facts = {"seq_length": 63, "encoder_seq_length": 63, "key_length": 63}
     return (Group(name, f"{name}Config", SPEECH, speech, SPEECH_TASKS, facts=facts),)
 
 
-GPT2 = causal_families.GPT | {"vocab_size": 97} | TOKENS
-SPEECH = encoder_families.LAYERS | {
-    "vocab_size": 97,
-    "conv_dim": (32, 32),
-    "conv_stride": (4, 2),
-    "conv_kernel": (8, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-}
-PRETRAINING = {"models": ("BertForPreTraining",)}
-MPT = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32} | TOKENS
-QWEN3_NEXT = GROUPED | {
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 28,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+GPT2 = causal_families.GPT | {"vocab_size": 97}
+SPEECH = encoder_families.TEXT | {"conv_dim": (32, 32), "conv_stride": (4, 2)}
+SPEECH |= {"conv_kernel": (8, 2), "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+MPT = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}
+QWEN3_NEXT = GROUPED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_NEXT |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
+QWEN3_NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
+QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
-SWIN = {
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "num_attention_heads": [2, 4],
-    "window_size": 2,
-    "encoder_stride": 8,
-}
-SEGFORMER = {
+STAGES = {"depths": [1, 1], "num_attention_heads": [2, 4]}
+SWIN = STAGES | {"embed_dim": 16, "window_size": 2, "encoder_stride": 8}
+SEGFORMER = STAGES | {
     "num_encoder_blocks": 2,
-    "depths": [1, 1],
     "hidden_sizes": [16, 32],
-    "num_attention_heads": [2, 4],
     "sr_ratios": [2, 1],
     "mlp_ratios": [2, 2],
     "patch_sizes": [7, 3],
     "strides": [4, 2],
 }
-CAUSAL = {
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gpt_neox": "GPTNeoX",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "opt": "OPT",
-    "phi": "Phi",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "deepseek_v3": "DeepseekV3",
-    "gpt_oss": "GptOss",
-    "mixtral": "Mixtral",
-    "olmoe": "Olmoe",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
+HEADS, SLIDING = GROUPED | {"head_dim": 8}, GROUPED | {"sliding_window": 5}
+DENSE = ("Gemma", "Gemma2", "GPTNeoX", "Llama", "Mistral", "OPT", "Phi", "Phi3", "Qwen2", "Qwen3")
+SPARSE = ("DeepseekV3", "GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+WHISPER = {
+    "inputs": speech_to_text,
+    "tasks": ("MODEL", "MODEL_FOR_SPEECH_SEQ_2_SEQ"),
+    "facts": {"encoder_seq_length": 16, "key_length": 16},
+    "flags": {"is_encoder_decoder": True},
 }
-COPIED: dict[str, tuple[Group, ...]] = {key: causal(name) for key, name in CAUSAL.items()} | {
-    "gpt2": (Group("GPT2", "GPT2Config", GPT2),),
-    "bert": encoder("Bert", "BertForMaskedLM", **PRETRAINING),
-    "roberta": encoder("Roberta", "RobertaForMaskedLM"),
-    "xlm_roberta": encoder("XLMRoberta", "XLMRobertaForMaskedLM"),
-    "camembert": encoder("Camembert", "CamembertForMaskedLM"),
-    "electra": encoder("Electra", "ElectraForMaskedLM", models=("ElectraForPreTraining",)),
-    "distilbert": encoder("DistilBert", "DistilBertForMaskedLM"),
-    "vit": vit(),
-    "clip": clip(),
-    "t5": t5(),
-    "whisper": encoder(
-        "Whisper",
-        "WhisperForConditionalGeneration",
-        inputs=speech_to_text,
-        tasks=("MODEL", "MODEL_FOR_SPEECH_SEQ_2_SEQ"),
-        facts={"encoder_seq_length": 16, "key_length": 16},
-        flags={"is_encoder_decoder": True},
-    ),
+# Of which patch has tables.
+COPIED: dict[str, Groups] = {
+    **families(causal, *DENSE, *SPARSE),
+    **families(plain, "GPT2", **GPT2),
+    **families(encoder, "Bert", models=("BertForPreTraining",)),
+    **families(encoder, "Electra", models=("ElectraForPreTraining",)),
+    **families(encoder, "Roberta", "XLMRoberta", "Camembert", "DistilBert"),
+    **families(images, "ViT", tokens=PATCHES, **encoder_families.VIT.options),
+    **families(clip, "CLIP"),
+    **families(t5, "T5"),
+    **families(encoder, "Whisper", **WHISPER),
 }
-WRITTEN: dict[str, tuple[Group, ...]] = {
-    "gemma3": decoder("Gemma3Text", **GROUPED, head_dim=8, sliding_window=5),
-    "granite": decoder("Granite", **GROUPED),
-    "granitemoe": decoder("GraniteMoe", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    "olmo": decoder("Olmo", **GROUPED),
-    "olmo2": decoder("Olmo2", **GROUPED),
-    "olmo3": decoder("Olmo3", **GROUPED, sliding_window=5),
-    "glm": decoder("Glm", **GROUPED, head_dim=8),
-    "glm4": decoder("Glm4", **GROUPED, head_dim=8),
-    "smollm3": decoder("SmolLM3", **GROUPED),
-    "cohere": decoder("Cohere", **GROUPED),
-    "cohere2": decoder("Cohere2", **GROUPED, sliding_window=5),
-    "ministral": decoder("Ministral", **GROUPED, head_dim=8, sliding_window=5),
-    "falcon": decoder("Falcon"),
-    "bloom": decoder("Bloom"),
-    "mpt": (Group("Mpt", "MptConfig", MPT),),
-    "gpt_bigcode": (Group("GPTBigCode", "GPTBigCodeConfig", GPT2),),
-    "gptj": (Group("GPTJ", "GPTJConfig", GPT2 | {"rotary_dim": 4}),),
-    "codegen": (Group("CodeGen", "CodeGenConfig", GPT2 | {"rotary_dim": 4}),),
-    "stablelm": decoder("StableLm", **GROUPED),
-    "starcoder2": decoder("Starcoder2", **GROUPED),
-    "persimmon": decoder("Persimmon"),
-    "nemotron": decoder("Nemotron", **GROUPED),
-    "helium": decoder("Helium", **GROUPED, head_dim=8),
-    "exaone4": decoder("Exaone4", **GROUPED, sliding_window=5),
-    "qwen3_next": decoder("Qwen3Next", **QWEN3_NEXT),
-    "modernbert": masked("ModernBert"),
-    "albert": masked("Albert", embedding_size=16),
-    "mpnet": masked("MPNet"),
-    "roformer": masked("RoFormer", embedding_size=16),
-    "deberta": masked("Deberta", **DEBERTA),
-    "deberta_v2": masked("DebertaV2", **DEBERTA),
-    "bart": to_text("Bart"),
-    "mbart": to_text("MBart"),
-    "marian": to_text("Marian"),
-    "pegasus": to_text("Pegasus"),
-    "m2m_100": to_text("M2M100"),
-    "blenderbot": to_text("Blenderbot"),
-    "deit": images("DeiT", PATCHES + 1),
-    "beit": images("Beit", PATCHES),
-    "dinov2": images("Dinov2", PATCHES),
-    "swin": images("Swin", 16, **SWIN),
-    "segformer": images("Segformer", 64, **SEGFORMER),
-    "siglip": siglip(),
-    "wav2vec2": recordings("Wav2Vec2"),
-    "hubert": recordings("Hubert"),
+WRITTEN: dict[str, Groups] = {
+    **families(decoder, "Granite", "Olmo", "Olmo2", "SmolLM3", "Cohere", **GROUPED),
+    **families(decoder, "StableLm", "Starcoder2", "Nemotron", **GROUPED),
+    **families(decoder, "Olmo3", "Cohere2", "Exaone4", **SLIDING),
+    **families(decoder, "Glm", "Glm4", "Helium", **HEADS),
+    **families(decoder, "Gemma3Text", "Ministral", **HEADS, sliding_window=5),
+    **families(decoder, "GraniteMoe", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    **families(decoder, "Falcon", "Bloom", "Persimmon"),
+    **families(decoder, "Qwen3Next", **QWEN3_NEXT),
+    **families(plain, "Mpt", **MPT),
+    **families(plain, "GPTBigCode", **GPT2),
+    **families(plain, "GPTJ", "CodeGen", **GPT2, rotary_dim=4),
+    **families(masked, "ModernBert", "MPNet"),
+    **families(masked, "Albert", "RoFormer", embedding_size=16),
+    **families(masked, "Deberta", "DebertaV2", **DEBERTA),
+    **families(to_text, "Bart", "MBart", "Marian", "Pegasus", "M2M100", "Blenderbot"),
+    **families(images, "DeiT", tokens=PATCHES + 1),
+    **families(images, "Beit", "Dinov2", tokens=PATCHES),
+    **families(images, "Swin", tokens=16, **SWIN),
+    **families(images, "Segformer", tokens=64, **SEGFORMER),
+    **families(siglip, "Siglip"),
+    **families(recordings, "Wav2Vec2", "Hubert"),
 }
 FAMILIES = COPIED | WRITTEN

@@ -21,17 +21,10 @@ TIMEOUT = 600.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # Whatever takes long to import; nothing of it computes when it is imported.
 PRELOADED = (
-    "deepspeed",
-    "fusedops.integrations",
-    "lightning",
-    "peft",
-    "torch.distributed.tensor",
-    "torchao",
-    "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
+    *("deepspeed", "fusedops.integrations", "lightning", "peft", "torch.distributed.tensor"),
+    *("torchao", "transformers.models.llama.modeling_llama", "transformers.trainer"),
     "trl.trainer.sft_trainer",
 )
-CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 def run(function: Callable[..., Any], *args: Any, processes: int = 1) -> list[Any]:
@@ -40,6 +33,8 @@ def run(function: Callable[..., Any], *args: Any, processes: int = 1) -> list[An
     Several processes find each other by the environment variables of ``torchrun``, and start no
     group: that is the trainer's work, or ``torch.distributed.init_process_group("gloo")``'s.
     """
+    # Here and not on import: the server is that of the process, for other tests' processes as well.
+    CONTEXT.set_forkserver_preload(list(PRELOADED))
     port = _free_port()
     started, connections = [], []
     for rank in range(processes):

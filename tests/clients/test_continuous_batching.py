@@ -5,21 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from causal_families import DENSE
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import fusedops
 
-CONFIG = LlamaConfig(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    vocab_size=97,
-    initializer_range=0.1,
-)
 PROMPTS = [[5, 6, 7], [9, 3, 4, 1, 2]]
 
 
@@ -39,8 +30,7 @@ def generated(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_patched_model_generates_the_same(implementation: str) -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(CONFIG, attn_implementation=implementation).eval()
+    model = DENSE["Llama"].model(attn_implementation=implementation).eval()
     expected = generated(model)
     assert all(len(tokens) == 6 for tokens in expected)
     fusedops.patch(model)

@@ -52,68 +52,61 @@ class BertModelTest(unittest.TestCase):
 CLASS = "tests/models/bert/test_modeling_bert.py::BertModelTest::"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
-    """Outcomes of a small test file, stock and patched."""
-    tree = tmp_path_factory.mktemp("checkout")
+def runs_of(tree: Path, select: str | None = None) -> list[dict[str, dict]]:
+    """Return the outcomes of a small test file, stock and patched."""
     command.write(tree / command.test_file("bert"), TINY)
     return [
         command.run(
-            tree, "bert", patched=each, outcomes=tree / f"{each}.jsonl", select=None, limit=300
+            tree, "bert", patched=each, outcomes=tree / f"{each}.jsonl", select=select, limit=300
         )
         for each in (False, True)
     ]
 
 
 @pytest.mark.slow
-def test_only_the_patched_run_calls_fused_ops(runs: list[dict[str, dict]]) -> None:
-    stock, patched = runs
+def test_what_passes_stock_and_fails_patched_is_new_or_known(tmp_path: Path) -> None:
+    stock, patched = runs_of(tmp_path)
     assert not any(each["ops"] for each in stock.values())
     for name in ("test_forward", "test_loaded"):
         assert patched[CLASS + name]["outcome"] == "passed"
         assert patched[CLASS + name]["ops"]["attention"] == 1
-
-
-@pytest.mark.slow
-def test_what_passes_stock_and_fails_patched_is_new(runs: list[dict[str, dict]]) -> None:
-    result = command.compare(*runs, known=[])
+    result = command.compare(stock, patched, known=[])
     assert (result.passed_stock, result.passed_patched, result.fused) == (4, 3, 2)
     assert list(result.new) == [CLASS + "test_exact_class"]
     assert result.new[CLASS + "test_exact_class"].startswith("failed: AssertionError")
     assert result.ops["attention"] == 3
-
-
-@pytest.mark.slow
-def test_a_known_difference_is_counted_apart(runs: list[dict[str, dict]]) -> None:
     pattern = "*::BertModelTest::test_exact_*"
     known = [command.Known(pattern, "AssertionError", "the class is ours")]
-    result = command.compare(*runs, known=known)
+    result = command.compare(stock, patched, known=known)
     assert not result.new
     assert result.known == {CLASS + "test_exact_class": "the class is ours"}
 
 
-def test_a_test_that_did_not_run_patched_is_new() -> None:
-    passed = {"outcome": "passed", "ops": {}}
-    result = command.compare({"a": passed, "b": passed}, {"a": {"outcome": "unfinished"}}, [])
-    assert result.new == {"a": "unfinished: ", "b": "not run: "}
-
-
 @pytest.mark.slow
-def test_a_family_without_tests_to_run_is_no_failure(tmp_path: Path) -> None:
-    command.write(tmp_path / command.test_file("bert"), TINY)
-    options = {"select": "no_such_test", "limit": 300, "outcomes": tmp_path / "outcomes"}
-    assert command.run(tmp_path, "bert", patched=False, **options) == {}
-    command.write(tmp_path / command.test_file("bert"), "import no_such_module")
+def test_a_family_without_tests_to_run_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runs_of(tmp_path, "no_such_test") == [{}, {}]
+    monkeypatch.setitem(globals(), "TINY", "import no_such_module")
     with pytest.raises(SystemExit, match="no_such_module"):
-        command.run(tmp_path, "bert", patched=False, **options)
+        runs_of(tmp_path, "no_such_test")
 
 
-def test_a_known_test_that_fails_otherwise_is_new() -> None:
+# How a test that passes stock ends patched, and what is new of that.
+PATCHED = {
+    "unfinished": ({"outcome": "unfinished"}, {"a": "unfinished: "}),
+    "not run": (None, {"a": "not run: "}),
+    "other failure": ({"outcome": "failed", "reason": "KeyError: 1"}, {"a": "failed: KeyError: 1"}),
+    "known failure": ({"outcome": "failed", "reason": "ValueError: 1"}, {}),
+}
+
+
+@pytest.mark.parametrize(("outcome", "new"), PATCHED.values(), ids=PATCHED)
+def test_whatever_is_not_known_is_new(outcome: dict[str, str] | None, new: dict[str, str]) -> None:
     stock = {"a": {"outcome": "passed", "ops": {}}}
-    patched = {"a": {"outcome": "failed", "reason": "KeyError: 1"}}
-    result = command.compare(stock, patched, [command.Known("a", "ValueError", "refused")])
-    assert result.new == {"a": "failed: KeyError: 1"}
-    assert not result.known
+    known = [command.Known("a", "ValueError", "refused")]
+    result = command.compare(stock, {} if outcome is None else {"a": outcome}, known)
+    assert result.new == new and bool(result.known) == (not new)
 
 
 def test_lines_of_one_test_are_added_up(tmp_path: Path) -> None:

@@ -26,29 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # What a graph for inference can hold.
 OPS = (
-    "add_layer_norm",
-    "add_rms_norm",
-    "attention",
-    "baddbmm",
-    "bias_dropout_add",
-    "bias_gelu",
-    "cross_entropy",
-    "geglu",
-    "gelu",
-    "grouped_mm",
-    "layer_norm",
-    "linear_act",
-    "linear_glu",
-    "mlp",
-    "moe_mlp",
-    "moe_permute",
-    "moe_route",
-    "moe_sort",
-    "moe_unpermute",
-    "rms_norm",
-    "rotary_embedding",
-    "scaled_masked_softmax",
-    "swiglu",
+    *("add_layer_norm", "add_rms_norm", "attention", "baddbmm", "bias_dropout_add", "bias_gelu"),
+    *("cross_entropy", "geglu", "gelu", "grouped_mm", "layer_norm", "linear_act", "linear_glu"),
+    *("mlp", "moe_mlp", "moe_permute", "moe_route", "moe_sort", "moe_unpermute", "rms_norm"),
+    *("rotary_embedding", "scaled_masked_softmax", "swiglu"),
 )
 # Standard operators for the whole of what an op computes.
 WHOLE = {

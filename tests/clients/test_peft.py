@@ -8,24 +8,13 @@ from typing import Any
 import pytest
 import torch
 from causal_families import OPT_OPS
-from harness import LEARNING_RATE, OPS, Trained, Trial, batches, weights
+from harness import OPS, Trained, Trial, batches, steps, weights
 from outcomes import Table
 from torch import nn
 
 
 def train(model: nn.Module) -> Trained:
-    """Train what is not frozen."""
-    optimizer = torch.optim.SGD(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=LEARNING_RATE
-    )
-    losses = []
-    for ids in batches():
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trained(losses, weights(model))
+    return Trained(steps(model, batches()), weights(model))
 
 
 def merged(model: nn.Module) -> Trained:

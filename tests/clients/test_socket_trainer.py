@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from socket_testing import assert_same_losses, counted, llama, rows
+from causal_families import DENSE
+from harness import BATCH, STEPS, rows
+from patch_testing import ARGUMENTS, assert_close, counted, losses_of, make_trainer
 from torch import nn
 
 import fusedops
@@ -23,39 +25,29 @@ from fusedops.integrations.trainer import FusedOpsCallback, use_fused_kernels
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
-STEPS = 10
+OPTIONS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": BATCH,
+    "logging_nan_inf_filter": False,
+}
 
 
-def arguments(cls: Any, folder: Path, **options: Any) -> Any:
-    always = {
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 1,
-    }
-    return cls(output_dir=str(folder), **always | options)
+def llama() -> nn.Module:
+    return DENSE["Llama"].model()
 
 
-def trainer(folder: Path, **options: Any) -> Any:
-    model = {} if "model_init" in options else {"model": llama()}
-    given = arguments(transformers.TrainingArguments, folder)
-    return transformers.Trainer(args=given, train_dataset=rows(), **model | options)
+def trainer(folder: Path, model: Any = None, callbacks: Any = None) -> Any:
+    return make_trainer(model or llama(), folder, rows(), callbacks=callbacks, **OPTIONS)
 
 
-def losses(of: Any) -> list[float]:
-    of.train()
-    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+def assert_same_losses(found: list[float], expected: list[float]) -> None:
+    assert len(found) == len(expected) == STEPS and min(expected) < expected[0]
+    assert_close(torch.tensor(found), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("way", ["line", "callback", "model"])
 def test_the_trainer_trains_to_the_same_losses(way: str, tmp_path: Path) -> None:
-    expected = losses(trainer(tmp_path))
+    expected = losses_of(trainer(tmp_path))
     callback = FusedOpsCallback()
     fused = trainer(tmp_path, callbacks=[callback] if way == "callback" else None)
     if way == "line":
@@ -66,28 +58,28 @@ def test_the_trainer_trains_to_the_same_losses(way: str, tmp_path: Path) -> None
         report = callback.report
     assert report is not None and report.level == "O2" and not report.failed
     with counted() as calls:
-        found = losses(fused)
+        found = losses_of(fused)
     assert calls["cross_entropy_backward"] == STEPS and calls["linear_glu_backward"] == 2 * STEPS
     assert_same_losses(found, expected)
 
 
 @pytest.mark.parametrize("way", ["line", "callback"])
 def test_a_model_made_anew_for_training_is_fused_too(way: str, tmp_path: Path) -> None:
-    expected = losses(trainer(tmp_path, model_init=llama))
+    expected = losses_of(trainer(tmp_path, llama))
     callback = FusedOpsCallback()
     callbacks = [callback] if way == "callback" else None
-    fused = trainer(tmp_path, model_init=llama, callbacks=callbacks)
+    fused = trainer(tmp_path, llama, callbacks)
     if way == "line":
         use_fused_kernels(fused)
     first = fused.model
     with counted() as calls:
-        found = losses(fused)
+        found = losses_of(fused)
     assert fused.model is not first and calls["linear_glu_backward"] == 2 * STEPS
     assert_same_losses(found, expected)
 
 
 def test_model_init_keeps_its_argument(tmp_path: Path) -> None:
-    fused = trainer(tmp_path, model_init=lambda trial: llama())
+    fused = trainer(tmp_path, lambda trial: llama())
     use_fused_kernels(fused, level="O1")
     assert fusedops.integrations.describe(fused.call_model_init("a trial")).counts["rms_norm"] == 5
 
@@ -116,7 +108,9 @@ def sft(folder: Path, **options: Any) -> Any:
     tokens = tokenizer()
     return trl.SFTTrainer(
         llama(),
-        args=arguments(trl.SFTConfig, folder, max_length=None, bf16=False),
+        args=trl.SFTConfig(
+            output_dir=str(folder), max_length=None, bf16=False, **(ARGUMENTS | OPTIONS)
+        ),
         train_dataset=datasets.Dataset.from_list(lists),
         processing_class=tokens,
         **options,
@@ -141,12 +135,12 @@ def test_the_trainer_of_trl_trains_to_the_same_losses(adapters: bool, tmp_path: 
             target_modules=["q_proj", "gate_proj"], task_type="CAUSAL_LM"
         )
     torch.manual_seed(0)
-    expected = losses(sft(tmp_path, **options))
+    expected = losses_of(sft(tmp_path, **options))
     torch.manual_seed(0)
     fused = sft(tmp_path, **options)
     report = use_fused_kernels(fused)
     with counted() as calls:
-        found = losses(fused)
+        found = losses_of(fused)
     assert calls["rms_norm_backward"] > 0 and calls["attention_backward"] == 2 * STEPS
     name = "swiglu" if adapters else "linear_glu"  # a projection with an adapter is called
     assert calls[f"{name}_backward"] == 2 * STEPS and report.num_replaced > 0
@@ -158,7 +152,7 @@ def looped(fuse: bool) -> list[float]:
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    loader = torch.utils.data.DataLoader(rows(STEPS * BATCH), batch_size=BATCH)
     ready = (model, optimizer, loader)
     ready = prepare(accelerator, *ready) if fuse else accelerator.prepare(*ready)
     model, optimizer, loader = ready

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import LEARNING_RATE, OPS, STEPS, Trained, Trial, batches, weights
+from harness import OPS, STEPS, Trained, Trial, batches, steps, weights
 from outcomes import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,19 +30,6 @@ def start() -> tuple[int, int]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
-
-
-def steps(model: nn.Module, ids: list[torch.Tensor]) -> list[float]:
-    """Train by plain gradient descent; return the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for each in ids:
-        loss = model(input_ids=each, labels=each).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def train(model: nn.Module) -> Trained:

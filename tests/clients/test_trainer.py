@@ -1,4 +1,4 @@
-"""transformers' Trainer, in one process and in two, trains a patched model as the stock one."""
+"""transformers' Trainer and accelerate, in one process and in two, train as with stock models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights, whole
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, batches, rows, weights, whole
 from outcomes import Table
+from patch_testing import ARGUMENTS
 from torch import nn
 
 
@@ -26,20 +27,13 @@ def train(model: nn.Module, split: str = "", batch: int = BATCH, **options: Any)
         handler = {"sp_handler": heads} if split == "sp_size" else {}
         parallel = ParallelismConfig(**{split: 2}, **handler)
     with tempfile.TemporaryDirectory() as folder:
+        descent = {"optim": "sgd", "learning_rate": LEARNING_RATE, "max_steps": STEPS}
+        on_cpu = {"use_cpu": "deepspeed" not in options}  # with it DeepSpeed would be ignored
         arguments = TrainingArguments(
             output_dir=folder,
-            use_cpu="deepspeed" not in options,  # with it DeepSpeed would be ignored
-            optim="sgd",
-            learning_rate=LEARNING_RATE,
-            max_steps=STEPS,
             per_device_train_batch_size=batch,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=1,
             parallelism_config=parallel,
-            **options,
+            **(ARGUMENTS | descent | on_cpu | options),
         )
         if "fsdp" in options:
             shard_on_cpu()
@@ -149,3 +143,62 @@ def test_context_parallel(table: Table) -> None:
     lacking = "attention_for_cpu.default does not have a sharding strategy"
     with pytest.raises(AssertionError, match=lacking):
         table.compare(trial, "transformers", "cp_size=2 (context parallel)", processes=2, gap=gap)
+
+
+# A loop of one's own with accelerate.
+
+
+def loop(model: nn.Module, precision: str = "no", fsdp: bool = False, every: int = 1) -> Trained:
+    """Train by accelerate, which spreads the batches of all ranks; a step after ``every`` batch."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin: Any = None
+    if fsdp:
+        shard_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=every,
+    )
+    assert accelerator.is_fsdp2 == fsdp
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for ids in batches(accelerator.process_index, accelerator.num_processes):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    state = accelerator.get_state_dict(model)
+    return Trained(losses, {name: whole(each).clone() for name, each in state.items()})
+
+
+LOOPS = {
+    "plain": Trial(loop),
+    "gradient accumulation": Trial(loop, {"every": 2}),
+    "bf16 autocast": Trial(
+        loop, {"precision": "bf16"}, exactly={"precision": "no"}, dtype=torch.bfloat16
+    ),
+}
+TWO_LOOPS = {"DDP": Trial(loop), "FSDP2": Trial(loop, {"fsdp": True})}
+
+
+@pytest.mark.parametrize("mode", LOOPS)
+def test_a_loop_with_accelerate(mode: str, table: Table) -> None:
+    assert STEPS % 2 == 0
+    table.compare(LOOPS[mode], "accelerate", mode)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", TWO_LOOPS)
+def test_a_loop_with_accelerate_in_two_processes(mode: str, table: Table) -> None:
+    table.compare(TWO_LOOPS[mode], "accelerate", mode, processes=2)

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights
 from outcomes import Table
+from patch_testing import ARGUMENTS
 from torch import nn
 
 
@@ -31,21 +32,9 @@ def text(ids: torch.Tensor) -> str:
 
 
 def options(folder: str) -> dict[str, Any]:
-    return {
-        "output_dir": folder,
-        "use_cpu": True,
-        "bf16": False,
-        "optim": "sgd",
-        "learning_rate": LEARNING_RATE,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 1,
-    }
+    descent = {"optim": "sgd", "learning_rate": LEARNING_RATE, "max_steps": STEPS}
+    descent |= {"bf16": False, "per_device_train_batch_size": BATCH}
+    return ARGUMENTS | descent | {"gradient_checkpointing": False, "output_dir": folder}
 
 
 def sft(model: nn.Module, **more: Any) -> Trained:

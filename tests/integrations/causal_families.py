@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from families import IDS, TEXT, Family, transformers
+from families import IDS, TEXT, Family, by_name, transformers, variant
 from torch import nn
 
-SIZES = TEXT | {
-    "max_position_embeddings": 32,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = TEXT | {"max_position_embeddings": 32, "initializer_range": 0.1}
+SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 GROUPED = {"num_key_value_heads": 2}
 HEADS = GROUPED | {"head_dim": 8}
 ATTENTION_DROPOUT = ("attention_dropout",)
@@ -39,26 +33,11 @@ def sparse(name: str, seed: int, options: dict[str, Any], **ops: int) -> Family:
     return causal(name, options, ops, seed=seed, varied=("norm", "bias"))
 
 
-def by_name(*families: Family) -> dict[str, Family]:
-    return {family.name: family for family in families}
-
-
-LLAMA_OPS = {
-    "cross_entropy": 1,
-    "attention": 2,
-    "rotary_embedding": 2,
-    "rms_norm": 5,
-    "linear_glu": 2,
-}
+LLAMA_OPS = {"cross_entropy": 1, "attention": 2, "rotary_embedding": 2, "rms_norm": 5}
+LLAMA_OPS |= {"linear_glu": 2}
 PARALLEL_OPS = {"attention": 2, "rotary_embedding": 2, "mlp": 2}
-OPT_OPS = {
-    "cross_entropy": 1,
-    "attention": 2,
-    "layer_norm": 3,
-    "add_layer_norm": 2,
-    "mlp": 2,
-    "bias_dropout_add": 2,
-}
+OPT_OPS = {"cross_entropy": 1, "attention": 2, "layer_norm": 3, "mlp": 2}
+OPT_OPS |= {"add_layer_norm": 2, "bias_dropout_add": 2}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.1}
 GEMMA2 = HEADS | {"sliding_window": 5, "query_pre_attn_scalar": 8}
 PHI3_OPS = {op: count for op, count in LLAMA_OPS.items() if op != "linear_glu"} | {"swiglu": 2}
@@ -79,25 +58,12 @@ SPARSE_SIZES = GROUPED | {
     "num_experts_per_tok": 2,
     "experts_implementation": "eager",  # the one that runs in float64 and under autocast
 }
-MOE_OPS = {
-    "attention": 2,
-    "rotary_embedding": 2,
-    "rms_norm": 5,
-    "moe_sort": 2,
-    "moe_mlp": 2,
-}
+MOE_OPS = {"attention": 2, "rotary_embedding": 2, "rms_norm": 5, "moe_sort": 2, "moe_mlp": 2}
 QWEN = {"num_experts": 6, "moe_intermediate_size": 24}
 LATENT_HEADS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-LATENT = LATENT_HEADS | {
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 24,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-}
+LATENT = LATENT_HEADS | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "v_head_dim": 12}
+LATENT |= {"moe_intermediate_size": 24, "num_key_value_heads": 4}
+LATENT |= {"first_k_dense_replace": 1, "num_mtp_layers": 0}
 LATENT_OPS = {"linear_glu": 2, "rms_norm": 9, "moe_sort": 1, "moe_mlp": 1}
 GPT_OSS = {"num_local_experts": 6, "head_dim": 8, "sliding_window": 5}
 SPARSE = by_name(
@@ -132,14 +98,8 @@ def _fails(*classes: str) -> dict[str, Any]:
     return {"failed": classes}
 
 
-FALCON_H1 = GROUPED | {
-    "mlp_multipliers": [0.7, 1.3],
-    "mamba_d_ssm": 32,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 8,
-}
+FALCON_H1 = GROUPED | {"mlp_multipliers": [0.7, 1.3], "mamba_d_ssm": 32, "mamba_n_heads": 4}
+FALCON_H1 |= dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8)
 NEMOTRON_H_OPS = {"attention": 1, "rms_norm": 3, "mlp": 1}
 NEMOTRON_H_OPS |= {"moe_sort": 1, "moe_mlp": 1}
 NEMOTRON_H = HEADS | {
@@ -179,13 +139,6 @@ BY_CODE = by_name(
     by_code("FalconH1", FALCON_H1, attention=2, rotary_embedding=2, rms_norm=5, swiglu=2),
     by_code("NemotronH", NEMOTRON_H, **NEMOTRON_H_OPS),
 )
-
-
-def variant(family: Family, label: str, options: dict[str, Any], **ops: int) -> Family:
-    """Return a row with other options; an op that does not run has the count 0."""
-    ops = {op: count for op, count in (family.ops | ops).items() if count}
-    name = f"{family.name}, {label}"
-    return replace(family, name=name, options=family.options | options, ops=ops)
 
 
 NORM_AFTER = {"do_layer_norm_before": False}

@@ -6,33 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from families import LAYERS, TEXT, Family
+from families import LAYERS, TEXT, Family, by_name, variant
 from torch import nn
 
 IDS = torch.arange(2, 2 * 12 + 2).mul(7).remainder(97).view(2, 12)
 MASK = torch.ones_like(IDS)
 MASK[1, 8:] = 0
 LABELS = IDS.masked_fill(IDS % 5 == 1, -100)
-BERT_SIZES = TEXT | {
-    "max_position_embeddings": 40,
-    "initializer_range": 0.2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+LENGTH = {"max_position_embeddings": 40}
+BERT_SIZES = TEXT | LENGTH | {"initializer_range": 0.2} | dict.fromkeys(DROPOUT, 0.0)
 VISION = LAYERS | {"image_size": 16, "patch_size": 4}
 PIXELS = torch.sin(torch.arange(2.0 * 3 * 16 * 16)).view(2, 3, 16, 16)
 SPECTRUM = torch.sin(torch.arange(2.0 * 8 * 32)).view(2, 8, 32)
-DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-TWO_STACKS = {
-    "d_model": 32,
-    "vocab_size": 97,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-}
+TWO_STACKS = (
+    {"d_model": 32, "vocab_size": 97}
+    | dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+)
 
 
 def masked(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -63,24 +55,10 @@ def bert_like(prefix: str, *, norms: int = 2, **options: Any) -> Family:
 
 DISTILBERT = encoder(
     "DistilBertForMaskedLM",
-    {
-        "vocab_size": 97,
-        "dim": 32,
-        "hidden_dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_position_embeddings": 40,
-        "initializer_range": 0.2,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    {
-        "cross_entropy": 1,
-        "attention": 2,
-        "layer_norm": 6,
-        "mlp": 2,
-        "gelu": 1,
-    },
+    {"vocab_size": 97, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    | LENGTH
+    | {"initializer_range": 0.2, "dropout": 0.0, "attention_dropout": 0.0},
+    {"cross_entropy": 1, "attention": 2, "layer_norm": 6, "mlp": 2, "gelu": 1},
     "DistilBert",
     dropout=("dropout", "attention_dropout"),
 )
@@ -118,12 +96,7 @@ CLIP = encoder(
     "CLIPModel",
     {
         "projection_dim": 32,
-        "text_config": TEXT
-        | {
-            "max_position_embeddings": 40,
-            "eos_token_id": 96,
-            "attention_dropout": 0.0,
-        },
+        "text_config": TEXT | LENGTH | {"eos_token_id": 96, "attention_dropout": 0.0},
         "vision_config": VISION | {"attention_dropout": 0.0},
         "initializer_factor": 5.0,
     },
@@ -135,21 +108,9 @@ CLIP = encoder(
     valid=all_tokens,
     draws=16,
 )
-T5_SIZES = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
-FEED_FORWARD = "feed_forward_proj"
+T5_SIZES = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5_SIZES |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0}
+T5_SIZES |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
 T5_OPS = {"cross_entropy": 1, "attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
 T5 = encoder(
     "T5ForConditionalGeneration",
@@ -171,26 +132,11 @@ GATED_T5 = replace(
 WHISPER = encoder(
     "WhisperForConditionalGeneration",
     TWO_STACKS
-    | {
-        "num_mel_bins": 8,
-        "max_source_positions": 16,
-        "max_target_positions": 40,
-        "init_std": 0.2,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 1,
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-    },
-    {
-        "cross_entropy": 1,
-        "attention": 6,
-        "layer_norm": 6,
-        "add_layer_norm": 6,
-        "mlp": 4,
-        "bias_dropout_add": 4,
-    },
+    | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 40, "init_std": 0.2}
+    | dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    | {"pad_token_id": 0, "suppress_tokens": None, "begin_suppress_tokens": None},
+    {"cross_entropy": 1, "attention": 6, "layer_norm": 6, "add_layer_norm": 6}
+    | {"mlp": 4, "bias_dropout_add": 4},
     "Whisper",
     inputs=lambda model: {
         "input_features": SPECTRUM.to(model.dtype),
@@ -200,22 +146,11 @@ WHISPER = encoder(
     dropout=("dropout", "attention_dropout", "activation_dropout"),
     generates=True,
 )
-FAMILIES = {
-    family.name: family
-    for family in (
-        bert_like("Bert"),
-        bert_like("Roberta"),
-        bert_like("XLMRoberta"),
-        bert_like("Camembert"),
-        bert_like("Electra", embedding_size=32),
-        DISTILBERT,
-        VIT,
-        CLIP,
-        T5,
-        GATED_T5,
-        WHISPER,
-    )
-}
+FAMILIES = by_name(
+    *map(bert_like, ("Bert", "Roberta", "XLMRoberta", "Camembert")),
+    bert_like("Electra", embedding_size=32),
+    *(DISTILBERT, VIT, CLIP, T5, GATED_T5, WHISPER),
+)
 BART_SIZES = TWO_STACKS | {
     "max_position_embeddings": 64,
     "pad_token_id": 1,
@@ -246,49 +181,22 @@ def bart_like(
 
 
 POST_NORM_OPS = {"attention": 6, "layer_norm": 12, "gelu": 4}
-PRE_NORM_OPS = {
-    "attention": 6,
-    "layer_norm": 10,
-    "add_layer_norm": 2,
-    "bias_dropout_add": 2,
-    "gelu": 2,
-    "mlp": 2,
-}
+PRE_NORM_OPS = {"attention": 6, "layer_norm": 10, "gelu": 2, "mlp": 2}
+PRE_NORM_OPS |= {"add_layer_norm": 2, "bias_dropout_add": 2}
 M2M100_OPS = {op: count for op, count in PRE_NORM_OPS.items() if op != "gelu"}
 POSITIONS = ("embed_positions",)  # are constants
-BY_CODE = {
-    family.name: family
-    for family in (
-        bart_like("Bart", POST_NORM_OPS),
-        bart_like("MBart", PRE_NORM_OPS | {"layer_norm": 12}),
-        bart_like("Pegasus", PRE_NORM_OPS, frozen=POSITIONS),
-        bart_like("M2M100", M2M100_OPS),
-        bart_like("Blenderbot", PRE_NORM_OPS),
-        bart_like("PLBart", POST_NORM_OPS),
-        bart_like(
-            "Marian", POST_NORM_OPS | {"layer_norm": 10}, cls="MarianMTModel", frozen=POSITIONS
-        ),
-        bart_like(
-            "NllbMoe",
-            {"layer_norm": 12, "mlp": 4},
-            {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
-            failed=("NllbMoeAttention",),
-        ),
-    )
-}
-VARIANTS = {
-    family.name: family
-    for family in (
-        replace(
-            GATED_T5,
-            name="T5, gated ReLU",
-            options=GATED_T5.options | {FEED_FORWARD: "gated-relu"},
-        ),
-        replace(
-            GATED_T5,
-            name="T5, gated tanh",
-            options=GATED_T5.options | {FEED_FORWARD: "gated-tanh"},
-            ops=T5_OPS,
-        ),
-    )
-}
+DENSE = {"encoder_sparse_step": 0, "decoder_sparse_step": 0}
+BY_CODE = by_name(
+    bart_like("Bart", POST_NORM_OPS),
+    bart_like("MBart", PRE_NORM_OPS | {"layer_norm": 12}),
+    bart_like("Pegasus", PRE_NORM_OPS, frozen=POSITIONS),
+    bart_like("M2M100", M2M100_OPS),
+    bart_like("Blenderbot", PRE_NORM_OPS),
+    bart_like("PLBart", POST_NORM_OPS),
+    bart_like("Marian", POST_NORM_OPS | {"layer_norm": 10}, cls="MarianMTModel", frozen=POSITIONS),
+    bart_like("NllbMoe", {"layer_norm": 12, "mlp": 4}, DENSE, failed=("NllbMoeAttention",)),
+)
+VARIANTS = by_name(
+    variant(GATED_T5, "gated ReLU", {"feed_forward_proj": "gated-relu"}),
+    variant(GATED_T5, "gated tanh", {"feed_forward_proj": "gated-tanh"}, linear_glu=0),
+)

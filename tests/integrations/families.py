@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -105,6 +105,17 @@ class Family:
     def logits(self, model: nn.Module) -> torch.Tensor:
         """Return the logits that are not of padding."""
         return self.valid(getattr(model(**self.prompt(model)), self.logits_name))
+
+
+def by_name(*families: Family) -> dict[str, Family]:
+    return {family.name: family for family in families}
+
+
+def variant(family: Family, label: str, options: dict[str, Any], **ops: int) -> Family:
+    """Return a row with other options; an op that does not run has the count 0."""
+    ops = {op: count for op, count in (family.ops | ops).items() if count}
+    name = f"{family.name}, {label}"
+    return replace(family, name=name, options=family.options | options, ops=ops)
 
 
 def needs_sdpa(family: Family) -> None:

@@ -1,4 +1,7 @@
-"""Modules as users write them, which read numbers, tables and functions that tests change."""
+"""Modules as users write them, which read numbers, tables and functions that tests change.
+
+Their names say what they read or call: a method of their base, a table, a default, a closure.
+"""
 
 from __future__ import annotations
 
@@ -55,30 +58,22 @@ class Norm(nn.Module):
 
 
 class OwnNumberNorm(Norm):
-    """A norm whose number is the instance's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.eps = 1e-6
 
 
 class DerivedNorm(Norm):
-    """A norm that calls the forward of its base."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
 
 class TableNorm(Norm):
-    """A norm that reads a number of a global table."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * normed(x.float(), EPSILONS["norm"]).to(x.dtype)
 
 
 class PropertyNorm(Norm):
-    """A norm whose number is computed by a property."""
-
     @property
     def epsilon(self) -> float:
         return 1e-6
@@ -88,22 +83,16 @@ class PropertyNorm(Norm):
 
 
 class GlobalNorm(Norm):
-    """A norm whose number is a global."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * normed(x.float(), EPS).to(x.dtype)
 
 
 class HelpedNorm(Norm):
-    """A norm whose number is a global that a function of a method reads."""
-
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return normed_by_number(x)
 
 
 class DefaultNorm(Norm):
-    """A norm whose number is a default of a method."""
-
     def _norm(self, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return normed(x, eps)
 
@@ -116,8 +105,6 @@ def _forward_of(eps: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class ClosureNorm(Norm):
-    """A norm whose number is in a closure."""
-
     forward = _forward_of(1e-6)
 
 
@@ -139,22 +126,16 @@ class FeedForward(nn.Module):
 
 
 class FunctionalFeedForward(FeedForward):
-    """A feed-forward layer that calls torch's function."""
-
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(self.up(x))
 
 
 class OtherNameFeedForward(FeedForward):
-    """A feed-forward layer that calls torch's function by another name of the module."""
-
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         return functional.silu(self.up(x))
 
 
 class GlobalFeedForward(FeedForward):
-    """A feed-forward layer that reads a global flag and a global string."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if SQUARED:
             x = x * x
@@ -166,8 +147,6 @@ class _Underscored(FunctionalFeedForward):
 
 
 class GatedFeedForward(FeedForward):
-    """A gated layer whose activation is a child."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.act = nn.Linear(WIDTH, 48), nn.SiLU()
@@ -177,23 +156,17 @@ class GatedFeedForward(FeedForward):
 
 
 class SmoothedLoss(FeedForward):
-    """A loss with a global number as an argument."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         labels = torch.arange(x.size(0))
         return F.cross_entropy(self.up(x[:, 0]), labels, label_smoothing=SMOOTHING)
 
 
 class ScaledLoss(FeedForward):
-    """A loss that is multiplied by a global number."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return SCALE * nn.CrossEntropyLoss()(self.up(x[:, 0]), torch.arange(x.size(0)))
 
 
 class Attention(nn.Module):
-    """An attention that calls torch's function."""
-
     dropout = 0.0
 
     def __init__(self) -> None:
@@ -213,22 +186,16 @@ class Attention(nn.Module):
 
 
 class DerivedAttention(Attention):
-    """An attention that calls the method of its base."""
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return super().attend(2 * q, k, v)
 
 
 class TableAttention(Attention):
-    """An attention that reads a global tensor and the name of its file."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return len(__file__) * super().forward(x * TABLE)
 
 
 class DefaultAttention(Attention):
-    """An attention with a default."""
-
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
     ) -> torch.Tensor:
@@ -284,8 +251,6 @@ class ProcessorAttention(nn.Module):
 
 
 class MaskedAttention(Attention):
-    """An attention with a mask that the caller gives."""
-
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads(x)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -331,8 +296,6 @@ class FilledRows(WrittenAttention):
 
 
 class CallingDropout(Attention):
-    """An attention that hands a probability of dropout to torch's function."""
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)

@@ -72,17 +72,11 @@ SHARED = (
 
 
 class ModelType(NamedTuple):
-    """A model type in a size that runs in milliseconds.
+    """A model type in a size that runs in milliseconds."""
 
-    Attributes:
-        task: one of ``AUTO_CLASSES``.
-        name: of the type in transformers.
-        options: of the configuration, after ``SIZES``.
-    """
-
-    task: str
-    name: str
-    options: dict[str, Any]
+    task: str  # of AUTO_CLASSES
+    name: str  # of the type in transformers
+    options: dict[str, Any]  # of the configuration, after SIZES
 
     def model(self) -> Any:
         """Return a model in evaluation whose weights make every part count."""
@@ -124,19 +118,12 @@ class ModelType(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One change of what a model reads.
+    """One change of what a model reads."""
 
-    Attributes:
-        place: what the messages call it.
-        owner: returns what the attribute is set on, of a model.
-        name: of the attribute.
-        value: returns the changed value, from the owner and the value before.
-    """
-
-    place: str
-    owner: Callable[[nn.Module], Any]
-    name: str
-    value: Callable[[Any, Any], Any]
+    place: str  # what the messages call it
+    owner: Callable[[nn.Module], Any]  # returns what the attribute is set on, of a model
+    name: str  # of the attribute
+    value: Callable[[Any, Any], Any]  # from the owner and the value before
 
     @contextmanager
     def made(self, model: nn.Module) -> Iterator[None]:
@@ -157,21 +144,14 @@ class Change(NamedTuple):
 class Difference(NamedTuple):
     """A change that the patched model did not follow.
 
-    Attributes:
-        model: the type.
-        place: the changed place.
-        level: of ``patch``.
-        moment: ``after``: changed after ``patch``; ``before``: changed before it; ``undone``:
-            changed before it, and changed back after it.
-        size: of the largest magnitude of the tensor; infinity where not both gave numbers.
-        problem: what differs.
+    It was made ``after`` the patch, ``before`` it, or before it and ``undone`` afterwards.
     """
 
     model: str
     place: str
     level: str
     moment: str
-    size: float
+    size: float  # of the largest magnitude; infinity where not both gave numbers
     problem: str
 
 
@@ -258,8 +238,15 @@ def _text(error: BaseException | None) -> str:
 # What is changed.
 
 
-def another(value: Any) -> Any:
-    """Return another value of the type of a number, flag, text, table or tensor, or the same."""
+def another(value: Any, texts: bool = True) -> Any:
+    """Return another value of the same type: other numbers and flags, and other texts if asked to.
+
+    Tensors of floating-point numbers are scaled, others are reversed.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            return value * FACTOR
+        return value.flip(-1) if value.dim() else value
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -267,31 +254,17 @@ def another(value: Any) -> Any:
     if isinstance(value, float):
         return 0.3 * value + 0.1 if math.isfinite(value) else 0.5
     if isinstance(value, str):
-        return {"sdpa": "eager", "eager": "sdpa"}.get(value, f"{value}_")
-    if type(value) in (list, tuple, set):
-        return type(value)(map(another, value))
-    if type(value) is dict:
-        return {key: another(item) for key, item in value.items()}
-    return scaled(value)
-
-
-def scaled(value: Any) -> Any:
-    """Return a result with all tensors of floating-point numbers scaled; others are reversed."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            return value * FACTOR
-        return value.flip(-1) if value.dim() else value
-    if isinstance(value, (bool, int, float)):
-        return another(value)
+        return {"sdpa": "eager", "eager": "sdpa"}.get(value, f"{value}_") if texts else value
     if isinstance(value, transformers.utils.ModelOutput):
-        return type(value)(**{key: scaled(item) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(scaled, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(scaled, value))
+        return type(value)(**{key: another(item, texts) for key, item in value.items()})
     if type(value) is dict:
-        return {key: scaled(item) for key, item in value.items()}
-    return value
+        return {key: another(item, texts) for key, item in value.items()}
+    items = (
+        [another(item, texts) for item in value] if isinstance(value, (tuple, list, set)) else []
+    )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items) if type(value) in (list, tuple, set) else value
 
 
 def changed(raw: Any) -> Any:
@@ -303,7 +276,7 @@ def changed(raw: Any) -> Any:
 
     @functools.wraps(raw)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return scaled(raw(*args, **kwargs))
+        return another(raw(*args, **kwargs), texts=False)
 
     return replacement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ Loss = Callable[[nn.Module], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 
 
-def patched_pair(stock: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a patched copy and the model itself."""
+def patched_pair(stock: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """Return a copy that is patched with these options, and the model itself."""
     patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    fusedops.patch(patched, **options)
     return patched, stock
 
 
@@ -79,16 +79,25 @@ def _excess(
     runs: list[tuple[Gradients, Gradients, Gradients]], dtype: torch.dtype
 ) -> dict[str, float]:
     """Return by how much errors exceed their budgets, by the names of those that do."""
-    assert runs[0][0].keys() == runs[0][2].keys()
+    assert runs[0][0].keys() == runs[0][1].keys() == runs[0][2].keys()
     excess = {}
     for name in runs[0][2]:
         actual, eager, expected = (
             torch.stack([run[name] for run in kind]) for kind in zip(*runs, strict=True)
         )
         assert actual.dtype == eager.dtype, name
+        expected = expected.double()
         budget = dtypes.error_budget(eager, expected, dtype, depth=64)
         excess[name] = float(((actual.double() - expected).abs() - budget).max())
     return {name: value for name, value in excess.items() if not value <= 0}
+
+
+def assert_within_budget(
+    actual: Gradients, eager: Gradients, exact: Gradients, dtype: torch.dtype = torch.float32
+) -> None:
+    """Compare results by name with those of another program, both against float64."""
+    excess = _excess([(actual, eager, exact)], dtype)
+    assert not excess, f"beyond the budget: {excess}"
 
 
 def redraw(model: nn.Module, seed: int) -> None:
@@ -107,6 +116,18 @@ def assert_close(actual: torch.Tensor, stock: torch.Tensor, depth: int = 1024) -
     assert ((actual.double() - exact).abs() <= budget).all()
 
 
+def assert_all_close(actual: Iterable[torch.Tensor], stock: Iterable[torch.Tensor]) -> None:
+    """Compare pairs of float32 results of two programs that should round alike."""
+    for one, other in zip(actual, stock, strict=True):
+        assert_close(one, other)
+
+
+def assert_same_grads(model: nn.Module, stock: nn.Module) -> None:
+    """Compare the gradients that two backwards have left."""
+    for name, parameter in stock.named_parameters():
+        assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count the calls of each op inside the block, whichever the backend."""
@@ -117,28 +138,44 @@ def counted() -> Iterator[Counter[str]]:
         calls[op] += count
 
 
-def train(
-    model: nn.Module,
+ARGUMENTS = {
+    "use_cpu": True,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "seed": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""Of Hugging Face's Trainer."""
+
+
+def make_trainer(
+    model: Any,
     folder: Path,
     rows: list[dict[str, torch.Tensor]],
     *,
     optimizers: tuple[Any, Any] = (None, None),
+    callbacks: Any = None,
     **options: Any,
-) -> tuple[list[float], Any]:
-    """Train with Hugging Face's Trainer; return the loss of every step, and the Trainer."""
+) -> Any:
+    """Return Hugging Face's Trainer of a model, or of a function that makes it."""
     from transformers import Trainer, TrainingArguments
 
-    defaults = {"use_cpu": True, "learning_rate": 3e-3, "logging_steps": 1, "seed": 1}
-    defaults |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(folder), **(defaults | options)),
+    return Trainer(
+        **{"model" if isinstance(model, nn.Module) else "model_init": model},
+        args=TrainingArguments(output_dir=str(folder), **(ARGUMENTS | options)),
         train_dataset=rows,
         eval_dataset=rows[:4],
         optimizers=optimizers,
+        callbacks=callbacks,
     )
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Train; return the loss of every step."""
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 class Adapted(nn.Module):

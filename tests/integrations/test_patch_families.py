@@ -16,7 +16,15 @@ import pytest
 import torch
 from causal_families import DENSE, GPT2, SPARSE
 from families import Family
-from patch_testing import assert_close, assert_same_training, counted, gradients
+from patch_testing import (
+    assert_all_close,
+    assert_close,
+    assert_same_grads,
+    assert_same_training,
+    counted,
+    gradients,
+    patched_pair,
+)
 from torch import nn
 
 import fusedops
@@ -56,9 +64,7 @@ def test_training_under_autocast_matches_stock(name: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", ["GPT2", "BertForMaskedLM"])
 def test_training_at_the_highest_level_matches_stock(name: str, autocast: bool) -> None:
-    stock = ALL[name].model()
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched, level="O3")
+    patched, stock = patched_pair(ALL[name].model(), level="O3")
     assert_same_training(patched, stock, ALL[name].loss, autocast=autocast, draws=4 * autocast)
 
 
@@ -266,9 +272,7 @@ def test_eager_attention_is_fused_until_somebody_records_the_weights(family: Fam
     kinds = [name for name in kinds if expected[name]]  # GPT-2's cross-attentions are empty
     assert family.name == "CLIPModel" or len(kinds) >= 2
     for kind in kinds:
-        assert len(found[kind]) == len(expected[kind])
-        for actual, wanted in zip(found[kind], expected[kind], strict=True):
-            assert_close(actual, wanted)
+        assert_all_close(found[kind], expected[kind])
     for module in patched.modules():
         if "Attention" in type(module).__name__:
             module.register_forward_hook(lambda module, args, output: None)
@@ -300,5 +304,4 @@ def test_compiles_into_one_graph_with_every_op(name: str) -> None:
     expected = family.loss(stock)
     expected.backward()
     assert_close(value, expected)
-    for parameter, other in zip(patched.parameters(), stock.parameters(), strict=True):
-        assert_close(parameter.grad, other.grad)
+    assert_same_grads(patched, stock)

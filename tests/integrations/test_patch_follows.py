@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 import pickle
@@ -10,14 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import followed_modules as followed
 import pytest
 import torch
 from patch_sweep import TOLERANCE, distance
-from patch_testing import counted
+from patch_testing import counted, patched_pair
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -26,7 +27,7 @@ from fusedops.integrations.hf import original_code
 
 pytest.importorskip("transformers")
 
-from causal_families import DENSE, IDS
+from causal_families import DENSE, GPT2, IDS
 from families import needs_sdpa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -41,37 +42,48 @@ class Case(NamedTuple):
     """A module, and a change of what it reads, made for each of two instances.
 
     Attributes:
-        make: returns the module.
+        make: returns the module; or the name of a class in ``followed_modules``.
         change: makes the change.
         fused: whether the unchanged module calls fused ops at level O3.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module] | str
     change: Callable[[Context, Any], object]
     fused: bool = True
 
+    def module(self) -> Any:
+        return getattr(followed, self.make)() if isinstance(self.make, str) else self.make()
 
-def sets(owner: Any, name: str, value: Any) -> Callable[[Context, Any], object]:
-    return lambda context, layer: context.setattr(owner, name, value)
 
-
-def sets_method(name: str, function: Callable[..., Any]) -> Callable[[Context, Any], object]:
+def at(place: str, value: Any) -> Callable[[Context, Any], object]:
+    """Return the change of a place, by its name in ``followed_modules``."""
+    *path, name = place.split(".")
     return lambda context, layer: context.setattr(
-        layer, name, MethodType(function, layer), raising=False
+        functools.reduce(getattr, path, followed), name, value
     )
 
 
-def sets_own(name: str, value: Any) -> Callable[[Context, Any], object]:
-    return lambda context, layer: context.setattr(layer, name, value, raising=False)
+def item(table: str, key: Any, value: Any) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setitem(getattr(followed, table), key, value)
 
 
-def sets_child(name: str, child: nn.Module) -> Callable[[Context, Any], object]:
-    return lambda context, layer: context.setitem(layer._modules, name, child)
+def own(name: str, value: Any) -> Callable[[Context, Any], object]:
+    """Return the change of an attribute of the instance, which a function is as a method."""
+    return lambda context, layer: context.setattr(
+        layer,
+        name,
+        MethodType(value, layer) if isinstance(value, FunctionType) else value,
+        raising=False,
+    )
 
 
-def hooks_child(index: int) -> Callable[[Context, Any], object]:
+def child(name: str, value: nn.Module) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setitem(layer._modules, name, value)
+
+
+def hooks(find: Callable[[Any], Any], factor: float = 2.0) -> Callable[[Context, Any], object]:
     return lambda context, layer: context.setitem(
-        layer[index]._forward_hooks, 0, lambda module, args, output: 2 * output
+        find(layer), 0, lambda module, args, output: factor * output
     )
 
 
@@ -88,16 +100,6 @@ def _cell(context: Context, layer: Any) -> None:
     context.setattr(cell, "cell_contents", 1.0)
 
 
-def _hooked(context: Context, layer: Any) -> None:
-    hooks = followed.ACTIVATION._forward_hooks
-    context.setitem(hooks, 0, lambda module, args, output: 2 * output)
-
-
-def _hooked_everywhere(context: Context, layer: Any) -> None:
-    hooks = nn.modules.module._global_forward_hooks
-    context.setitem(hooks, 0, lambda module, args, output: 1.25 * output)
-
-
 def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: 2 * function(*args, **kwargs)
 
@@ -110,126 +112,84 @@ def _values(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return v
 
 
-_SDPA = functional.scaled_dot_product_attention
-
-
-def cases() -> dict[str, Case]:
-    """Return the changes of the classes that the module has now."""
-    return {
-        "method of the instance": Case(followed.Norm, sets_method("_norm", _twice)),
-        "forward of the class": Case(followed.Norm, sets(followed.Norm, "forward", _twice)),
-        "number of the class": Case(followed.Norm, sets(followed.Norm, "eps", 1.0)),
-        "number of the class, on the instance": Case(followed.Norm, sets_own("eps", 1.0)),
-        "number of the instance": Case(followed.OwnNumberNorm, sets_own("eps", 1.0)),
-        "code of a method": Case(
-            followed.Norm, sets(followed.Norm._norm, "__code__", _twice.__code__)
+_OTHER_SDPA = at(
+    "F.scaled_dot_product_attention", _doubled(functional.scaled_dot_product_attention)
+)
+_LINEAR = followed.LinearProcessor
+CASES = {
+    "method of the instance": Case("Norm", own("_norm", _twice)),
+    "forward of the class": Case("Norm", at("Norm.forward", _twice)),
+    "number of the class": Case("Norm", at("Norm.eps", 1.0)),
+    "number of the class, on the instance": Case("Norm", own("eps", 1.0)),
+    "number of the instance": Case("OwnNumberNorm", own("eps", 1.0)),
+    "code of a method": Case("Norm", at("Norm._norm.__code__", _twice.__code__)),
+    "forward of the base": Case("DerivedNorm", at("Norm.forward", _twice), fused=False),
+    "method of the base": Case("DerivedNorm", at("Norm._norm", _twice), fused=False),
+    "closure": Case("ClosureNorm", _cell, fused=False),
+    "property": Case(
+        "PropertyNorm", at("PropertyNorm.epsilon", property(lambda self: 1.0)), fused=False
+    ),
+    "global number": Case("GlobalNorm", at("EPS", 1.0)),
+    "global number of a function": Case("HelpedNorm", at("EPS", 1.0)),
+    "function of a function": Case("HelpedNorm", at("normed", lambda x, eps: 2 * x)),
+    "method of the class": Case("Norm", at("Norm._norm", _twice)),
+    "default of a method": Case("DefaultNorm", at("DefaultNorm._norm.__defaults__", (1.0,))),
+    "code of the forward": Case("GlobalNorm", at("GlobalNorm.forward.__code__", _twice.__code__)),
+    "table, in place": Case("TableNorm", item("EPSILONS", "norm", 1.0), fused=False),
+    "hook of a global activation": Case(
+        "FeedForward", hooks(lambda layer: followed.ACTIVATION._forward_hooks)
+    ),
+    "forward of a global activation": Case("FeedForward", at("ACTIVATION.forward", torch.relu)),
+    "hooks of all modules": Case(
+        "GatedFeedForward", hooks(lambda layer: nn.modules.module._global_forward_hooks, 1.25)
+    ),
+    "flag of the class": Case("FeedForward", at("FeedForward.doubled", True)),
+    "flag on the instance": Case("FeedForward", own("doubled", True)),
+    "method of a feed-forward layer": Case(
+        "FunctionalFeedForward", own("activated", lambda self, x: self.up(x))
+    ),
+    "torch's activation": Case("FunctionalFeedForward", at("F.gelu", torch.relu)),
+    "global flag": Case("GlobalFeedForward", at("SQUARED", True)),
+    "global string": Case("GlobalFeedForward", at("APPROXIMATE", "tanh")),
+    "torch's activation by another name": Case("OtherNameFeedForward", at("F.silu", torch.relu)),
+    "argument of a loss": Case("SmoothedLoss", at("SMOOTHING", 0.5)),
+    "factor of a loss": Case("ScaledLoss", at("SCALE", 3.0)),
+    "child of a sequence": Case(_sequence, child("1", nn.Tanh())),
+    "further child of a sequence": Case(_sequence, child("3", nn.Tanh())),
+    **{
+        f"hook of child {index}": Case(
+            _sequence, hooks(lambda layer, index=index: layer[index]._forward_hooks)
+        )
+        for index in range(3)
+    },
+    "forward of a child": Case(
+        "GatedFeedForward",
+        lambda context, layer: context.setattr(
+            layer.up, "forward", lambda x: layer.gate(x), raising=False
         ),
-        "forward of the base": Case(
-            followed.DerivedNorm, sets(followed.Norm, "forward", _twice), fused=False
-        ),
-        "method of the base": Case(
-            followed.DerivedNorm, sets(followed.Norm, "_norm", _twice), fused=False
-        ),
-        "closure": Case(followed.ClosureNorm, _cell, fused=False),
-        "property": Case(
-            followed.PropertyNorm,
-            sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0)),
-            fused=False,
-        ),
-        "global number": Case(followed.GlobalNorm, sets(followed, "EPS", 1.0)),
-        "global number of a function": Case(followed.HelpedNorm, sets(followed, "EPS", 1.0)),
-        "function of a function": Case(
-            followed.HelpedNorm, sets(followed, "normed", lambda x, eps: 2 * x)
-        ),
-        "method of the class": Case(followed.Norm, sets(followed.Norm, "_norm", _twice)),
-        "default of a method": Case(
-            followed.DefaultNorm, sets(followed.DefaultNorm._norm, "__defaults__", (1.0,))
-        ),
-        "code of the forward": Case(
-            followed.GlobalNorm, sets(followed.GlobalNorm.forward, "__code__", _twice.__code__)
-        ),
-        "table, in place": Case(
-            followed.TableNorm,
-            lambda context, layer: context.setitem(followed.EPSILONS, "norm", 1.0),
-            fused=False,
-        ),
-        "hook of a global activation": Case(followed.FeedForward, _hooked),
-        "forward of a global activation": Case(
-            followed.FeedForward,
-            lambda context, layer: context.setattr(
-                followed.ACTIVATION, "forward", torch.relu, raising=False
-            ),
-        ),
-        "hooks of all modules": Case(followed.GatedFeedForward, _hooked_everywhere),
-        "flag of the class": Case(
-            followed.FeedForward, sets(followed.FeedForward, "doubled", True)
-        ),
-        "flag on the instance": Case(followed.FeedForward, sets_own("doubled", True)),
-        "method of a feed-forward layer": Case(
-            followed.FunctionalFeedForward, sets_method("activated", lambda self, x: self.up(x))
-        ),
-        "torch's activation": Case(
-            followed.FunctionalFeedForward, sets(functional, "gelu", torch.relu)
-        ),
-        "global flag": Case(followed.GlobalFeedForward, sets(followed, "SQUARED", True)),
-        "global string": Case(followed.GlobalFeedForward, sets(followed, "APPROXIMATE", "tanh")),
-        "torch's activation by another name": Case(
-            followed.OtherNameFeedForward, sets(functional, "silu", torch.relu)
-        ),
-        "argument of a loss": Case(followed.SmoothedLoss, sets(followed, "SMOOTHING", 0.5)),
-        "factor of a loss": Case(followed.ScaledLoss, sets(followed, "SCALE", 3.0)),
-        "child of a sequence": Case(_sequence, sets_child("1", nn.Tanh())),
-        "further child of a sequence": Case(_sequence, sets_child("3", nn.Tanh())),
-        **{f"hook of child {index}": Case(_sequence, hooks_child(index)) for index in range(3)},
-        "forward of a child": Case(
-            followed.GatedFeedForward,
-            lambda context, layer: context.setattr(
-                layer.up, "forward", lambda x: layer.gate(x), raising=False
-            ),
-        ),
-        "activation of a child": Case(followed.GatedFeedForward, sets_own("act", nn.ReLU())),
-        "forward of the class of a child": Case(
-            followed.GatedFeedForward, sets(nn.SiLU, "forward", _twice)
-        ),
-        "flag of attention": Case(followed.Attention, sets(followed, "CAUSAL", False)),
-        "tensor of attention": Case(
-            followed.TableAttention, sets(followed, "TABLE", torch.linspace(0, 1, 32))
-        ),
-        "name of the file": Case(followed.TableAttention, sets(followed, "__file__", "another")),
-        "default of attention": Case(
-            followed.DefaultAttention,
-            sets(followed.DefaultAttention.attend, "__defaults__", (True,)),
-        ),
-        "table of attention, in place": Case(
-            followed.Attention, lambda context, layer: context.setitem(followed.HEADS, "count", 2)
-        ),
-        "method of attention": Case(
-            followed.Attention, sets(followed.Attention, "attend", _values)
-        ),
-        "method of attention, on the instance": Case(
-            followed.Attention, sets_method("attend", _values)
-        ),
-        "method of the base of attention": Case(
-            followed.DerivedAttention, sets(followed.Attention, "attend", _values)
-        ),
-        "torch's attention": Case(
-            followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
-        ),
-        "processor": Case(_processed, sets_own("processor", followed.LinearProcessor())),
-        "method of a processor": Case(
-            _processed, sets(followed.Processor, "__call__", followed.LinearProcessor.__call__)
-        ),
-        "torch's attention in a processor": Case(
-            _processed, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
-        ),
-        "function of torch": Case(followed.Norm, sets(torch, "rsqrt", _doubled(torch.rsqrt))),
-        "torch's product": Case(
-            followed.WrittenAttention, sets(torch, "matmul", _doubled(torch.matmul))
-        ),
-        "torch's softmax": Case(
-            followed.WrittenAttention, sets(torch, "softmax", lambda scores, dim: scores / 8)
-        ),
-    }
+    ),
+    "activation of a child": Case("GatedFeedForward", own("act", nn.ReLU())),
+    "forward of the class of a child": Case("GatedFeedForward", at("nn.SiLU.forward", _twice)),
+    "flag of attention": Case("Attention", at("CAUSAL", False)),
+    "tensor of attention": Case("TableAttention", at("TABLE", torch.linspace(0, 1, 32))),
+    "name of the file": Case("TableAttention", at("__file__", "another")),
+    "default of attention": Case(
+        "DefaultAttention", at("DefaultAttention.attend.__defaults__", (True,))
+    ),
+    "table of attention, in place": Case("Attention", item("HEADS", "count", 2)),
+    "method of attention": Case("Attention", at("Attention.attend", _values)),
+    "method of attention, on the instance": Case("Attention", own("attend", _values)),
+    "method of the base of attention": Case("DerivedAttention", at("Attention.attend", _values)),
+    "torch's attention": Case("Attention", _OTHER_SDPA),
+    "processor": Case(_processed, own("processor", _LINEAR())),
+    "method of a processor": Case(_processed, at("Processor.__call__", _LINEAR.__call__)),
+    "torch's attention in a processor": Case(_processed, _OTHER_SDPA),
+    "function of torch": Case("Norm", at("torch.rsqrt", _doubled(torch.rsqrt))),
+    "torch's product": Case("WrittenAttention", at("torch.matmul", _doubled(torch.matmul))),
+    "torch's softmax": Case(
+        "WrittenAttention", at("torch.softmax", lambda scores, dim: scores / 8)
+    ),
+}
 
 
 def _call(layer: Any) -> list[torch.Tensor]:
@@ -250,14 +210,14 @@ def _assert_same(layer: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize("moment", ["after", "before", "between"])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("own_products")
 def test_a_change_is_followed(
     monkeypatch: pytest.MonkeyPatch, name: str, level: str, moment: str
 ) -> None:
     importlib.reload(followed)  # classes that patch has not seen
-    case = cases()[name]
-    stock = case.make()
+    case = CASES[name]
+    stock = case.module()
     layer, unchanged = copy.deepcopy(stock), _call(stock)
     if moment != "before":
         fusedops.patch(layer, level=level)
@@ -280,11 +240,10 @@ def test_what_no_rule_by_code_reads_yet_is_watched(
 ) -> None:
     """Cells of closures and bases: a class that reads them may have a rule in a table."""
     importlib.reload(followed)
-    case = cases()[name]
-    layer = case.make()
+    layer = CASES[name].module()
     watched = original_code.watch_list(type(layer))
     assert original_code.replaced(watched) is None
-    case.change(monkeypatch, layer)
+    CASES[name].change(monkeypatch, layer)
     assert original_code.replaced(watched) is not None
 
 
@@ -309,10 +268,7 @@ def test_attention_that_is_written_out_is_left_alone(make: type[nn.Module], leve
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_type_of_what_attention_returns_is_torchs(level: str) -> None:
-    stock = followed.AsksForOutputs()
-    layer = copy.deepcopy(stock)
-    fusedops.patch(layer, level=level)
-    _assert_same(layer, stock)
+    _assert_same(*patched_pair(followed.AsksForOutputs(), level=level))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -360,12 +316,8 @@ MASKS = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_numbers(name: str, level: str) -> None:
-    stock = followed.MaskedAttention()
-    layer = copy.deepcopy(stock)
-    fusedops.patch(layer, level=level)
-    expected = stock(ROWS, MASKS[name])
-    actual = layer(ROWS, MASKS[name])
-    assert_close(actual, expected)
+    layer, stock = patched_pair(followed.MaskedAttention(), level=level)
+    assert_close(layer(ROWS, MASKS[name]), stock(ROWS, MASKS[name]))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -375,9 +327,9 @@ def test_rows_of_padding_are_stocks(name: str, implementation: str, level: str) 
     if implementation == "sdpa":
         needs_sdpa(DENSE[name])
     stock = DENSE[name].model(attn_implementation=implementation).eval()
-    model, mask = copy.deepcopy(stock), torch.ones_like(IDS)
+    model, _ = patched_pair(stock, level=level)
+    mask = torch.ones_like(IDS)
     mask[0, :4] = 0
-    fusedops.patch(model, level=level)
     options = {"attention_mask": mask, "output_hidden_states": True}
     output, expected = model(IDS, **options), stock(IDS, **options)
     pairs = zip(output.hidden_states, expected.hidden_states, strict=True)
@@ -489,9 +441,7 @@ def test_other_kinds_of_tensors_run_the_original(
 
 
 def test_the_configuration_of_attention_is_the_models() -> None:
-    model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
-    stock = copy.deepcopy(model)
-    fusedops.patch(model)
+    model, stock = patched_pair(DENSE["Llama"].model(attn_implementation="sdpa").eval())
     attention = model.model.layers[0].self_attn
     assert attention.config is model.config
     assert isinstance(attention.config, type(stock.config))
@@ -541,23 +491,29 @@ def test_new_models_are_stock() -> None:
 
 _LOADS = """
 import sys, torch
-layer, rows, expected = torch.load(sys.argv[1], weights_only=False)
-torch.testing.assert_close(layer(rows), expected)
-import fusedops
-fusedops.unpatch(layer)
-torch.testing.assert_close(layer(rows), expected)
+for model, rows, expected in torch.load(sys.argv[1], weights_only=False):
+    with torch.no_grad():
+        result = lambda: getattr(model(rows), "logits", model(rows))
+        torch.testing.assert_close(result(), expected)
+        import fusedops
+        assert fusedops.counters()
+        fusedops.unpatch(model)
+        fusedops.reset_counters()
+        torch.testing.assert_close(result(), expected)
+        assert not fusedops.counters()
 """
 
 
-@pytest.mark.ci
-def test_a_saved_model_loads_in_another_process(tmp_path: Path) -> None:
+def test_saved_models_load_in_another_process(tmp_path: Path) -> None:
     layers = (followed._Underscored(), followed.Norm(), followed.Attention(), nn.LayerNorm(32))
-    model = nn.Sequential(*layers).eval()
-    fusedops.patch(model, level="O3")
-    torch.save((model, ROWS, model(ROWS)), tmp_path / "model.pt")
+    own, gpt2 = nn.Sequential(*layers).eval(), GPT2.model().eval()
+    fusedops.patch(own, level="O3")
+    fusedops.patch(gpt2)
+    saved = [(own, ROWS, own(ROWS)), (gpt2, IDS, gpt2(IDS).logits)]
+    torch.save(saved, tmp_path / "models.pt")
     paths = [str(Path(followed.__file__).parent), *filter(None, sys.path)]
     subprocess.run(
-        [sys.executable, "-c", _LOADS, str(tmp_path / "model.pt")],
+        [sys.executable, "-c", _LOADS, str(tmp_path / "models.pt")],
         check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         timeout=120,

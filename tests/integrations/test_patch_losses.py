@@ -1,17 +1,32 @@
-"""Losses of transformers' models: the same values, whoever's loss it is, and back again."""
+"""Losses of transformers' models, and of models that compute them in their own forward.
+
+They have the same values, whoever's loss it is, and go back to where they came from.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from causal_families import DENSE, IDS, SPARSE, loss
 from encoder_families import BY_CODE, FAMILIES
-from patch_testing import assert_close, counted, train
+from families import transformers
+from patch_testing import (
+    assert_close,
+    assert_same_training,
+    counted,
+    gradients,
+    losses_of,
+    make_trainer,
+    patched_pair,
+)
 from torch import nn
 
 import fusedops
@@ -217,8 +232,8 @@ def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
         ids = (torch.arange(12) * 3 + start * 11) % 97
         rows.append({"input_ids": ids, "labels": ids.where(torch.arange(12) >= start % 9, -100)})
     batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    found, trainer = train(model, folder, rows, max_steps=6, **batches, **options)
-    return [*found, trainer.evaluate()["eval_loss"]]
+    trainer = make_trainer(model, folder, rows, max_steps=6, **batches, **options)
+    return [*losses_of(trainer), trainer.evaluate()["eval_loss"]]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -237,3 +252,159 @@ def test_trainer_with_accumulation_and_its_own_smoothing(
     # The Trainer smooths the labels itself, from the logits, and takes the labels away for it.
     assert calls["cross_entropy_backward"] == (12 if smoothing == 0.0 else 0)
     assert calls["moe_mlp_backward"] == 12 * family.ops.get("moe_mlp", 0)
+
+
+# Models that compute a cross-entropy in their own forward.
+
+VOCABULARY = 96
+TOKENS = torch.randint(3, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(3))
+WRITTEN_LABELS = TOKENS.masked_fill(torch.arange(11) > 8, -100)
+
+
+def through_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method as transformers does: it is the one value of the wrapper's closure."""
+
+    @functools.wraps(function)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def through_a_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    held = [function]
+
+    @functools.wraps(function)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return held[0](self, *args, **kwargs)
+
+    return wrapper
+
+
+class Written(nn.Module):
+    """A language model with its head, and the loss in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.head = nn.Linear(32, VOCABULARY)
+        self.register_buffer("weight", torch.linspace(0.5, 2.0, VOCABULARY))
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits.view(-1, VOCABULARY)
+
+
+class NanoGPTLoss(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = torch.where(labels < 0, -1, labels)
+        return F.cross_entropy(self.logits(tokens), labels.view(-1), ignore_index=-1)
+
+
+class SmoothedLoss(Written):
+    @through_closures
+    @through_closures
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+        loss: torch.Tensor = criterion(self.logits(tokens), labels.view(-1))
+        return loss / 24
+
+
+class WeightedLoss(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.logits(tokens), labels.view(-1), self.weight)
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+
+class ClassesSecond(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(tokens).view(*tokens.shape, VOCABULARY)
+        return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+class HiddenLoss(Written):
+    @through_a_list
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(tokens), labels.view(-1))
+
+
+def written_loss(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(TOKENS, WRITTEN_LABELS)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "calls"),
+    [(NanoGPTLoss, 1), (SmoothedLoss, 1), (WeightedLoss, 0), (ClassesSecond, 0), (HiddenLoss, 0)],
+)
+def test_a_home_made_loss_is_the_same(cls: type[Written], calls: int) -> None:
+    torch.manual_seed(0)
+    patched, stock = patched_pair(cls())
+    with counted() as counts:
+        written_loss(patched)
+    assert counts["cross_entropy"] == calls
+    assert_same_training(patched, stock, written_loss, draws=3)
+    before = gradients(stock, written_loss)
+    fusedops.unpatch(patched)
+    for name, gradient in gradients(patched, written_loss).items():
+        assert torch.equal(gradient, before[name]), name
+
+
+def test_compiled_code_is_the_same_in_one_graph() -> None:
+    torch.manual_seed(0)
+    patched, stock = patched_pair(SmoothedLoss())
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    with counted() as counts:
+        actual = gradients(patched, lambda model: written_loss(compiled))
+    assert counts["cross_entropy"] == 1
+    eager = gradients(patched, written_loss)
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, eager[name])
+    torch.compiler.reset()
+
+
+def test_the_written_loss_a_few_classes_stays() -> None:
+    bart = replace(BY_CODE["Bart"], cls="BartForSequenceClassification")
+    model = bart.model(num_labels=3)
+    assert "cross_entropy" not in fusedops.patch(model).counts
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        result = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return result.transpose(1, 2).flatten(2)
+
+
+class AttentionAndLoss(Written):
+    """A file such as nanoGPT's, whose attention and loss read the same ``F``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SelfAttention()
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.attention(self.embedding(tokens)))
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+def test_attention_of_the_same_file_is_fused_as_well() -> None:
+    torch.manual_seed(0)
+    model = AttentionAndLoss()
+    for level, calls in ("O2", 0), ("O3", 1):
+        fusedops.patch(model, level=level)
+        with counted() as counts:
+            written_loss(model)
+        assert (counts["attention"], counts["cross_entropy"]) == (calls, 1)
+
+
+def test_a_classifier_leaves_the_attention_of_its_file_fused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.FalconConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes)
+    for name in ("FalconModel", "FalconForSequenceClassification", "FalconModel"):
+        model = getattr(transformers, name)(config)
+        fusedops.patch(model, level="O3")
+        with counted() as counts:
+            model(TOKENS)
+        assert counts["attention"] == 1

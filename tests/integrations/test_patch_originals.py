@@ -5,7 +5,6 @@ So is the original where a keyword or a class is one that the fused function doe
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from patch_testing import TABLES, assert_close, counted, rules_of
+from patch_testing import TABLES, assert_close, counted, patched_pair, rules_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -67,9 +66,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 def test_torch_modules_run_what_was_replaced(
     monkeypatch: Context, make: Callable[[], nn.Module], owner: Any, name: str, compiled: bool
 ) -> None:
-    stock, rows = make(), torch.linspace(-2, 2, 20 * 32).view(20, 32)
-    model, expected = copy.deepcopy(stock), stock(rows)
-    fusedops.patch(model)
+    rows = torch.linspace(-2, 2, 20 * 32).view(20, 32)
+    model, stock = patched_pair(make())
+    expected = stock(rows)
     call = compiled_or_not(model, compiled)
     with counted() as calls:
         assert_close(call(rows), expected)
@@ -192,21 +191,13 @@ def _unturned(query: torch.Tensor, key: torch.Tensor, *args: Any) -> Any:
 
 
 class Place(NamedTuple):
-    """A function that a model calls in one place, and what replaces it.
-
-    Attributes:
-        family: the model's.
-        options: of its configuration.
-        change: replaces the function.
-        op: what is not called any more.
-        entry: of the report, which has the reason; or ``None`` where the others stay fused.
-    """
+    """A function that a model calls in one place, and what replaces it."""
 
     family: str
-    options: dict[str, Any]
-    change: Callable[[Context], object]
-    op: str
-    entry: str | None
+    options: dict[str, Any]  # of its configuration
+    change: Callable[[Context], object]  # replaces the function
+    op: str  # which is not called any more
+    entry: str | None  # of the report, with the reason; or None where the others stay fused
 
 
 def attends(key: str, change: Callable[[Context], object]) -> Place:
@@ -288,10 +279,8 @@ def test_a_replaced_function_of_transformers_is_called(
 ) -> None:
     place = PLACES[name]
     family = FAMILIES[place.family]
-    model = family.model(**place.options)
+    model, stock = family.pair(**place.options)
     inputs = {"input_ids": IDS} | ({} if compiled else {"labels": IDS})
-    stock = copy.deepcopy(model)
-    fusedops.patch(model)
     call = compiled_or_not(model, compiled)
     with counted() as calls:
         unchanged = call(**inputs)
@@ -333,9 +322,7 @@ def default_device() -> Iterator[None]:
 @pytest.mark.ci
 @EAGER_AND_COMPILED
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
-    model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
-    stock = copy.deepcopy(model)
-    fusedops.patch(model)
+    model, stock = (model.eval() for model in DENSE["Llama"].pair(attn_implementation="sdpa"))
     call = compiled_or_not(model, compiled)
     expected = torch.compile(stock, fullgraph=True, backend="eager") if compiled else stock
     with counted() as calls, _Doubles():
@@ -365,9 +352,7 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(monkeypatch: Con
 @pytest.mark.parametrize("name", ["sdpa", "fusedops"])
 def test_an_exchange_of_heads_for_tokens_is_called(monkeypatch: Context, name: str) -> None:
     """As DeepSpeed's Ulysses: a function in the place of an entry calls what stood there."""
-    stock = DENSE["Llama"].model(attn_implementation=name)
-    model = copy.deepcopy(stock)
-    fusedops.patch(model)
+    model, stock = DENSE["Llama"].pair(attn_implementation=name)
     core, calls_of = ALL_ATTENTION_FUNCTIONS[name], []
 
     def exchange(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

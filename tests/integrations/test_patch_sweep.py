@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import pytest
+from encoder_families import VISION
 from patch_sweep import ModelType, listing, sweep
 from torch import nn
 
@@ -38,14 +39,6 @@ OTHERS = (
     *("image dinov2", "image convnext", "image swin", "image swinv2", "image vit_msn"),
     *("image ijepa", "image segformer", "speech whisper"),
 )
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
 STAGES = {"depths": [1, 2], "num_heads": [2, 4]}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from patch_testing import assert_close, counted, patched_pair
+from patch_testing import assert_all_close, assert_close, counted, patched_pair
 from torch import nn
 
 import fusedops
@@ -161,8 +161,7 @@ def test_the_loss_module(stock: nn.CrossEntropyLoss, target: torch.Tensor, fused
             value = module(logits, target)
             values.append((value, *torch.autograd.grad(value.sum(), logits)))
         assert calls["cross_entropy"] == (module is patched and fused)
-    for actual, expected in zip(*values, strict=True):
-        assert_close(actual, expected)
+    assert_all_close(*values)
     images = INPUT.view(2, 10, 4, 8)
     if stock.weight is None and stock.reduction != "none":
         pixels = TARGET[:16].remainder(10).repeat(4).view(2, 4, 8)

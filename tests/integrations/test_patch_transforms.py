@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from patch_testing import assert_close, counted
+from patch_testing import assert_close, counted, patched_pair
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jvp, vmap
@@ -91,9 +91,8 @@ FUSED: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.usefixtures("own_products")
 def test_torch_modules_do_what_the_stock_ones_do(make: Callable[[], nn.Module], kind: str) -> None:
     torch.manual_seed(0)
-    run, rows, stock = (ORIGINAL | FUSED)[kind], torch.randn(4, 8), make()
-    model = copy.deepcopy(stock)
-    fusedops.patch(model)
+    run, rows = (ORIGINAL | FUSED)[kind], torch.randn(4, 8)
+    model, stock = patched_pair(make())
     try:
         expected = run(stock, rows)
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -109,9 +108,7 @@ def test_torch_modules_do_what_the_stock_ones_do(make: Callable[[], nn.Module], 
 @pytest.mark.parametrize("make", [lambda: nn.RMSNorm(8, dtype=torch.complex64), nn.GELU])
 def test_complex_numbers_run_the_original(make: Callable[[], nn.Module]) -> None:
     rows = torch.randn(4, 8, dtype=torch.complex64)
-    stock = make()
-    model = copy.deepcopy(stock)
-    fusedops.patch(model)
+    model, stock = patched_pair(make())
 
     def outcome(module: nn.Module) -> Any:
         try:
@@ -139,9 +136,9 @@ def test_compiled_transforms(transform: str) -> None:
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("kind", ["vmap of grad", "vmap"])
 def test_experts_run_the_original_per_sample(kind: str, experts: str) -> None:
-    stock = SPARSE["Mixtral"].model(experts_implementation=experts).eval()
-    model = copy.deepcopy(stock)
-    fusedops.patch(model)
+    model, stock = (
+        model.eval() for model in SPARSE["Mixtral"].pair(experts_implementation=experts)
+    )
     rows = torch.randn(2, 5, 32)
     run = ORIGINAL[kind]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_families import DENSE
-from patch_testing import train
+from patch_testing import losses_of, make_trainer
 
 import fusedops
 from fusedops import memory
@@ -35,7 +35,7 @@ def _train(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, 
     optimizer = optimizer_class(model.named_parameters(), lr=3e-3, max_norm=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rows = [(torch.arange(16) * 3 + start) % 97 for start in range(0, 704, 11)]
-    losses, _ = train(
+    trainer = make_trainer(
         model,
         folder,
         [{"input_ids": row, "labels": row} for row in rows],
@@ -48,6 +48,7 @@ def _train(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, 
         save_strategy="steps",
         save_steps=STEPS // 2,
     )
+    losses = losses_of(trainer)
     if isinstance(optimizer, OffloadedAdamW):
         optimizer.close()
     return model, losses

@@ -1,0 +1,162 @@
+"""What is wrong with a command is one sentence on stderr and exit code 2, before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_records import invoke
+
+from fusedops.bench import limits
+
+CONFIG = """
+out = "run"
+steps = 2
+batch = 2
+device = "cpu"
+tune_host = false
+model = { preset = "tiny-gpt2" }
+data = { train = ["text.txt"], seq_len = 16 }
+"""
+FILES = {
+    "text.txt": b"one and two is three. " * 40,
+    "good.toml": CONFIG.encode(),
+    "equals.toml": b"steps = = 1",
+    "latin.toml": b"\xff",
+    "short.toml": b"steps = 1",
+}
+OPS = [
+    ("layer_nrom", "unknown op 'layer_nrom': did you mean layer_norm?"),
+    ("gelu --all", "name ops or say --all, not both"),
+    ("--dtype float23", "unknown dtype 'float23': did you mean float"),
+    ("--dtype ''", "--dtype is empty"),
+    ("layer_norm --sizes 16x769", "unknown sizes '16x769': did you mean 16x768?"),
+    ("layer_norm --sizes 9x9", "a size of your own is --shape rows=N,columns=N"),
+    ("--variants eagre", "unknown variants 'eagre': did you mean eager?"),
+    ("--device gpu", "unknown device 'gpu'"),
+    ("--device cpu:x", "unknown device 'cpu:x'"),
+    ("--device cpu:7", "there is no device cpu:7: the CPU is one device, cpu"),
+    ("layer_norm --json missing/a.json", "missing does not exist; create it first"),
+    ("--csv .", "it is a folder"),
+]
+SHAPES = [
+    ("layer_norm --shape rows=8,cols=4", "did you mean columns? known: rows, columns"),
+    ("layer_norm --shape rows=8", "lacks columns: it takes rows=N,columns=N"),
+    ("layer_norm --shape rows=0,columns=4", "rows must be an integer from 1 on"),
+    ("layer_norm --shape rows=8,rows=4", "--shape has rows twice"),
+    ("layer_norm --shape 8x4", "--shape must be rows=N,columns=N, got '8x4'"),
+    ("gelu --shape shape=8,0", "--shape must be shape=NxN,approximate=WORD, got '0'"),
+    ("mlp --shape recompute=yes", "unknown value of recompute 'yes'"),
+    ("add_rms_norm --shape p=x", "p must be a number, got 'x'"),
+    ("--shape rows=8,columns=4", "--shape needs the names of ops"),
+    ("layer_norm --shape rows=8,columns=4 --all-sizes", "--shape needs the names"),
+]
+BENCHES = [
+    ("compare none.json none.json", "cannot read none.json"),
+    ("compare good.toml good.toml", "is not valid JSON"),
+    ("communication --collectives all_reduced", "did you mean all_reduce"),
+    ("communication --least 3000B --most 4000B", "no power of two"),
+    ("communication --least many", "'many' is not a size"),
+    ("communication --predict a.csv", "need --fit"),
+    ("communication --fit missing.csv", "cannot read missing.csv"),
+    ("memory --family gpt3", "did you mean gpt2?"),
+    ("models --family gpt3", "unknown family 'gpt3': did you mean gpt2?"),
+    ("models --mode train", "unknown mode 'train': did you mean training?"),
+    ("models --family bert --mode decoding", "bert: no decoder among them"),
+    ("models --dtype int8", "unknown dtype 'int8'"),
+    ("models --tokens 4", "--tokens must be sequences x tokens such as 4x256, got '4'"),
+    ("models --hidden 40", "--hidden must be a multiple of 16, got 40"),
+    ("scaling --preset no-such-model", "unknown model 'no-such-model'"),
+]
+PLANS = [
+    ("", "--model is missing: a name (fusedops plan models) or a config.json"),
+    ("--model /no/config.json", "cannot read /no/config.json: No such file"),
+    ("--model pangu13b", "unknown model 'pangu13b': did you mean pangu-13b?"),
+    ("--model llama3_8b", "did you mean llama3-8b?"),
+    ("--model deepseek-v3", "unknown model 'deepseek-v3': known: gpt2"),
+    ("--model text.txt", "is no configuration: its name must end in .json"),
+    ("--model .", "has no config.json"),
+    ("--model gpt2 --memory lots", "'lots' is not a size"),
+    ("--model gpt2 --memory '8 GO'", "unit 'GO' is not known"),
+    ("--model gpt2 --memory 80", "did you mean 80GiB? (80B would be bytes)"),
+    ("--model gpt2 --ep 8", "ep must be 1 for a model without experts, got 8"),
+    ("--model gpt2 --recompute ,", "--recompute is empty; known: none, selective"),
+    ("--model gpt2 --recompute ful", "did you mean full?"),
+    ("--model gpt2 --tp ,", "--tp is empty"),
+    ("--model gpt2 --tp two", "--tp must be numbers from 1 to 65536"),
+    (f"--model gpt2 --tp {'9' * 5000}", "--tp must be numbers from 1 to 65536"),
+    ("--model gpt2 --zero ''", "--zero is empty"),
+    ("--model gpt2 --zero 5", "--zero must be numbers from 0 to 3"),
+    ("--model gpt2 --precision mix", "did you mean mixed?"),
+    ("--model gpt2 --kernels fuse", "did you mean fused?"),
+    ("--model gpt2 --offload states", "unknown offload 'states'"),
+    ("--model gpt2 --schedule zbw", "did you mean zbv?"),
+    ("--model gpt2 --devices 7 --tp 2", "must divide the 7 devices"),
+    ("--model gpt2 --tp 2 --json /no/such/a.json", "folder /no/such does not exist"),
+    ("time --model gpt2", "--device is missing: h100, a100-80 or a TOML file"),
+    ("image --shape 1x3x8x8", "--device is missing: h100, a100-80 or a TOML file"),
+]
+SETTINGS = [
+    ("optimizer.lrr=1", "unknown key 'lrr' in [optimizer]: did you mean 'lr'?"),
+    ("datas.x=1", "unknown key 'datas' in the configuration: did you mean"),
+    ("model.hidden=8", "unknown key 'hidden' in [model]: did you mean 'hidden"),
+    ("steps=1.5", "steps must be an integer, got 1.5"),
+    ("optimizer.betas=[0.9]", "betas must be a list of 2, each a number, got"),
+    ("optimizer.lr=0", "optimizer: lr must be positive and finite, got 0.0"),
+    ("schedule.kind=cosin", "got 'cosin' (did you mean 'cosine'?)"),
+    ("steps.a=1", "--set steps.a=1: steps is no table"),
+    ("steps", "--set must be key=value"),
+    ("model.preset=tiny-gtp2", "did you mean tiny-gpt2?"),
+    ("model.num_heads=3", "num_heads must be a divisor of hidden_size"),
+    ("model.vocab_size=64", "vocab_size must be at least 257, the tokenizer's"),
+    ("model.seq_len=8", "seq_len must be at least data.seq_len, 16, got 8"),
+    (
+        "optimizer.no_decay=['*bias', 'layers.*.atention.querry.weight']",
+        "'layers.*.atention.querry.weight' must match a parameter; the nearest names are layers.",
+    ),
+    ("data.train=['nothing.txt']", "the corpus nothing.txt does not exist"),
+    ("data.tokenizer=nothing.json", "nothing.json cannot be read: No such file"),
+    ("log.tensorboard=true", "log.tensorboard needs the package tensorboard"),
+]
+TRAININGS = [
+    ("equals.toml", "equals.toml is not valid TOML: "),
+    ("latin.toml", "latin.toml is not a text file"),
+    ("short.toml", "short.toml: out is missing"),
+    ("missing.toml", "--example missing.toml"),
+    ("", "which configuration"),
+    ("--example good.toml", "exists already"),
+]
+MISTAKES = {
+    **{f"bench {words}": says for words, says in (*OPS, *SHAPES, *BENCHES)},
+    **{f"plan {words}": says for words, says in PLANS},
+    **{f"train {words}": says for words, says in TRAININGS},
+    "doctor --device tpu": "no device 'tpu' here",
+}
+if not torch.cuda.is_available():
+    MISTAKES["bench --device cuda"] = "this torch sees no CUDA device"
+LINES = [pytest.param(shlex.split(line), says, id=line[:60]) for line, says in MISTAKES.items()]
+LINES += [
+    pytest.param(["train", "good.toml", "--set", setting], says, id=f"train --set {setting}")
+    for setting, says in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("words", "says"), LINES)
+def test_a_mistake_is_one_sentence(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("measured before the input was checked")
+
+    monkeypatch.setattr(limits, "measure_limits", never)
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    done = invoke(*words)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fusedops: error: ") and says in line
+    assert done.stdout == ""
