@@ -4,7 +4,7 @@
     python tests/mutations.py TEXT ...    # those whose name or file contains one of the texts
     python tests/mutations.py --check     # only run their tests in an unmodified copy of the tree
 
-Each fault is planted in a copy of a snapshot of the tree, which shares its compiled library. A fault
+Each fault is planted in a copy of a snapshot of the tree, which shares its compiled library. One
 that ends in an error of the collection or of an import is an invalid entry, and not found.
 """
 

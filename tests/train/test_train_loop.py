@@ -12,6 +12,7 @@ import threading
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from fusedops.train.corpus import Corpus, Domains
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
+from fusedops.train.step import _seed_generators
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -54,6 +56,18 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     for each in found:
         assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
+
+
+def test_rows_that_fill_up_a_batch_do_not_count_in_the_validation(tmp_path: Path) -> None:
+    """Six sequences in batches of four."""
+    trained = whole(tmp_path, steps=2, validation={"every": 2, "sequences": 6})
+    assert trained.run.validation is not None
+    batch = trained.run.validation.rows(torch.arange(6))
+    with torch.no_grad():
+        total, count, *_ = trained.run.parallel.model.eval()(batch.tokens, labels=batch.labels)
+    assert trained.records[-1]["validation_loss"] == pytest.approx(
+        float(total / count), rel=dtypes.training_difference(2)
+    )
 
 
 def test_the_share_of_a_peak_measured_too_low_is_at_most_one(tmp_path: Path) -> None:
@@ -390,6 +404,16 @@ def test_learning_rates(kind: str, wanted: list[float]) -> None:
     schedule = ScheduleConfig(kind=kind, warmup=2, final=0.1, decay=2)
     found = [learning_rate(step, 6, 1.0, schedule) for step in range(6)]
     assert found == pytest.approx(wanted)
+
+
+def test_each_step_draws_other_numbers() -> None:
+    """Dropout's, and the same ones when a run has resumed."""
+    drawn = []
+    for number in (3, 4, 3):
+        run: Any = SimpleNamespace(config=SimpleNamespace(seed=5), step=number)
+        _seed_generators(run)
+        drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("7", "7")], ids=["unset", "set"])
