@@ -108,6 +108,7 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         mine = slice(rank * here, (rank + 1) * here)
         leaving = sum(counts) - sum(counts[mine])
         arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
+        assert log.notes["expert_rows"] == arriving + sum(counts[mine])
         row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
         # Metadata, and rows and results in forward and backward.
         metadata = halves * METADATA_BYTES * (ranks - 1)
