@@ -90,6 +90,8 @@ def test_slower_within_spread_or_allowance_exits_0(tmp_path: Path) -> None:
 def test_faster_exits_0_and_is_listed(tmp_path: Path) -> None:
     done = run_compare(tmp_path, record(row()), record(row(median=50)))
     assert done.exit_code == 0 and "faster: gelu" in done.output
+    within_spread = record(row(median=80, spread=0.3))
+    assert "faster: gelu" not in run_compare(tmp_path, record(row()), within_spread).output
 
 
 def test_eager_becoming_slower_is_no_failure_but_drift(tmp_path: Path) -> None:

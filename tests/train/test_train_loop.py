@@ -436,6 +436,7 @@ MISTAKES = {
     "optimizer.betas=[0.9,1.5]": "optimizer: betas must be two numbers in .0, 1.",
     "optimizer.weight_decay=-1.0": "optimizer: weight_decay must be at least 0",
     "model.preset=3": "model.preset must be a text, got 3",
+    "steps=true": "steps must be an integer, got True",
     "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
     "out=/dev/null": "cannot write /dev/null: File exists",
     "precision.parm=bfloat16": "unknown key 'parm' in .precision.: did you mean 'param'?",
