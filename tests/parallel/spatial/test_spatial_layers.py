@@ -111,7 +111,6 @@ FUNCTIONS: dict[str, Function] = {
     "linattn": lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2),
     "split": lambda x: x[:, :, :12, :9].reshape(2, 4, 4, 3, 3, 3).amax((3, 5)),
     "crop": lambda x: F.pad(x, (-2, 3, -4, -1)),
-    "pads": lambda x: F.pad(x, (2, 3, 4, 1)) + F.pad(x * 2, (2, 3, 4, 1)),  # of one gradient
     **{
         f"pad_{mode}": partial(F.pad, pad=(2, 3, 4, 1), mode=mode)
         for mode in ("constant", "reflect", "replicate", "circular")
