@@ -247,6 +247,12 @@ test-kernels-hub: $(HUB)/.packages native
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(HUB)/venv/bin/python -m pytest -q \
 	  tests/integrations/test_hub_package.py
 
+# Plants the faults of tests/mutations.toml in copies of the tree and looks whether the tests find
+# them, one after the other: make test-mutations, or make test-mutations NAMES="optim/ checkpoint/"
+.PHONY: test-mutations
+test-mutations: setup
+	$(MALLOC) OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py $(NAMES)
+
 # Runs the scripts of the tutorials and writes code and outputs into docs/tutorials, a few minutes on
 # a quiet machine: make tutorials, or make tutorials NAMES="speed_up plan". trl and peft are those of
 # `make test-clients`.

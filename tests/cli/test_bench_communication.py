@@ -86,6 +86,10 @@ def test_a_slow_link_is_one_among_links_of_its_kind() -> None:
     slowest, *rest = bench.mark_slow(pairs, hosts)
     assert (slowest.first, slowest.second, slowest.hosts) == (0, 3, ("a", "b")) and slowest.slow
     assert not any(row.slow for row in rest)
+    # As many links of either kind: the median of all lies between both.
+    hosts = ["a", "a", "a", "b"]
+    pairs = [(one, two, network if two == 3 else 5e10) for one, two, _ in pairs]
+    assert not any(row.slow for row in bench.mark_slow(pairs, hosts))
 
 
 def test_the_command_writes_what_the_planner_reads(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_what_is_slower_fails_and_is_listed(name: str, tmp_path: Path) -> None:
     assert done.exit_code == code and printed in done.output
 
 
+def test_faster_within_the_spread_is_not_listed(tmp_path: Path) -> None:
+    within_spread = record(row(median=80, spread=0.3))
+    assert "faster: gelu" not in run_compare(tmp_path, record(row()), within_spread).output
+
+
 def test_disturbed_rows_and_eager_are_not_judged() -> None:
     verdict = compare(record(row()), record(row(median=500, trusted=False)), allowed=0.05)
     assert verdict.slower == () and len(verdict.doubtful) == 1

@@ -55,11 +55,13 @@ ERRORS = (
 def test_a_kernel_that_does_not_fit_is_replaced_with_one_warning(launcher, caplog, error):
     stand_in = launcher("gelu", error)
     wide, narrow = torch.randn(4, 32), torch.randn(2, 16)
+    backends.reset_counters()
     with caplog.at_level(logging.WARNING, "fusedops"):
         for values in (wide, wide + 1, narrow):
             result = backends.run("gelu", (values, "none"))
             torch.testing.assert_close(result, torch.nn.functional.gelu(values))
     assert stand_in.launches == 2, "one attempt per compilation"
+    assert backends.counters() == {("gelu", "torch"): 3}, "what failed does not count"
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "gelu: does not run on triton" in messages[0]

@@ -80,6 +80,8 @@ def test_only_contended_samples_are_reported_as_not_trusted() -> None:
     assert timing.trusted("quiet") and not timing.trusted("busy")
     # Not 12: the shortest sample is the nearest to an undisturbed one.
     assert timing.ratio("busy", "quiet").median == 4.0
+    few = Timing({"a": [1.0] * 5}, {"a": [False, False, True, True, True]}, least=3)
+    assert not few.trusted("a") and Timing(few.rounds, few.contended, least=2).trusted("a")
 
 
 def test_two_that_are_always_disturbed_are_compared_round_by_round() -> None:

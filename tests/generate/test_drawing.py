@@ -11,7 +11,7 @@ import torch
 import fusedops
 from fusedops._core import philox
 from fusedops.generation import Options
-from fusedops.generation.sampling import draw, uniforms
+from fusedops.generation.sampling import Sampler, draw, uniforms
 from fusedops.models import TINY, Transformer, save_huggingface
 
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
@@ -69,6 +69,16 @@ def test_draws_are_words_of_philox_at_their_position() -> None:
         key = torch.tensor(9), torch.tensor(7)
         high, low, *_ = philox.philox4x32((*counter,), key)  # type: ignore[arg-type]
         assert each == ((int(high) << 32) + int(low) >> 11) / 2**53
+
+
+def test_a_long_sequence_draws_at_each_of_its_positions() -> None:
+    """Numbers of 256 positions are drawn at once."""
+    options, stream, logits = Options(temperature=1.0), (1, 2, 3), torch.zeros(1, 1 << 12)
+    sampler = Sampler(options, [torch.arange(5)], [stream], 1 << 12, logits.device)
+    draws = uniforms(torch.tensor([stream]), torch.tensor([5]), 300)
+    for position in range(300):
+        expected = draw(logits, draws[:, position], options)
+        assert torch.equal(sampler.sample(logits), expected), position
 
 
 def chi_square_probability(observed: torch.Tensor, expected: torch.Tensor, freedom: int) -> float:

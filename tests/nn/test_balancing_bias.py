@@ -103,6 +103,9 @@ def test_the_counts_of_ranks_are_summed_before_they_are_compared() -> None:
         counts = torch.tensor([[256.0, 256.0], [1.0, 0.0]], dtype=torch.bfloat16)[rank]
         bias = torch.zeros(2)
         update_balancing_bias(bias, counts, rate=0.5, group=torch.distributed.group.WORLD)
+        own = counts.double()
+        update_balancing_bias(torch.zeros(2), own, group=torch.distributed.group.WORLD)
+        assert torch.equal(own, counts.double())  # not the sum of the ranks
         broken = torch.tensor([[1.0, 1.0], [1.0, float("nan")]])[rank]
         with pytest.raises(ValueError, match="got nan for expert 1"):
             update_balancing_bias(bias, broken, group=torch.distributed.group.WORLD)

@@ -546,6 +546,10 @@ def test_a_wrong_element_is_named_with_its_place() -> None:
             assert_close(got, want, want.float(), "output 0")
     with pytest.raises(AssertionError, match=r"worst, \[\], is 2,"):
         assert_close(torch.tensor(2.0), torch.tensor(1.0).double(), torch.tensor(1.0), "scalar")
+    past, infinite = torch.tensor([1e39], dtype=torch.float64), torch.tensor([float("inf")])
+    assert_close(infinite, past, infinite, "past the largest number of float32")
+    with pytest.raises(AssertionError, match=r"worst, \[0\], is -inf"):
+        assert_close(-infinite, past, infinite, "of the wrong sign")
 
 
 def test_every_registered_op_has_a_spec() -> None:

@@ -73,9 +73,13 @@ def test_the_mask_is_the_same_on_every_backend(backend: str, shape: tuple[int, .
     for seed, p in ((1, 0.1), (2, 0.5), (3, 0.999)):
         with fusedops.use_backend(backend):
             output = drop(shape, p, seed)
+            ones = torch.ones(shape, requires_grad=True)
+            torch.manual_seed(seed)
+            fusedops.bias_dropout_add(ones, None, torch.zeros(shape), p).sum().backward()
         keep = expected_mask(shape, p, seed)
-        assert torch.equal(output != 0, keep)
-        assert torch.equal(output[keep], torch.ones_like(output[keep]) * philox.scale(p))
+        for kept in (output, ones.grad):
+            assert kept is not None and torch.equal(kept != 0, keep)
+            assert torch.equal(kept[keep], torch.ones_like(kept[keep]) * philox.scale(p))
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])

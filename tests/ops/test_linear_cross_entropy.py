@@ -156,3 +156,37 @@ def test_all_rows_ignored_is_nan_as_torchs_and_no_gradient() -> None:
     grads = torch.autograd.grad(loss, (hidden, weight))
     assert loss.isnan()
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shard_of_the_classes_divides_by_all_of_them(backend: str) -> None:
+    """What a rank of ``vocab_parallel_cross_entropy`` calls: of 40 classes it has 17."""
+    hidden, weight, target = inputs(6, 5, 17)
+    target[1], target[2] = -1, -2  # a class of another rank, and a row that is ignored
+    options = (-2, 0.3, 0.0, 0.0, "none", 16, False, 40)
+    incoming = torch.randn(6)
+    tensors = hidden.detach(), weight.detach()
+    with fusedops.use_backend(backend):
+        loss, _, statistics, logits = torch.ops.fusedops.linear_cross_entropy(
+            *tensors, target, None, *options
+        )
+        grads = torch.ops.fusedops.linear_cross_entropy_backward(
+            incoming, *tensors, target, None, statistics, logits, *options, [True, True, False]
+        )
+
+    def eager(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        h, w = (tensor.to(dtype) for tensor in tensors)
+        shifted = h @ w.T - (h @ w.T).amax(-1, keepdim=True)
+        hit = F.one_hot(target.clamp(min=0), 17) * (target >= 0).unsqueeze(-1)
+        losses = shifted.logsumexp(-1) - (shifted * (0.7 * hit + 0.3 / 40)).sum(-1)
+        grad_logits = incoming.to(dtype).unsqueeze(-1) * (
+            shifted.softmax(-1) - 0.7 * hit - 0.3 / 40
+        )
+        ignored = (target == -2).unsqueeze(-1)
+        grad_logits = grad_logits.masked_fill(ignored, 0.0)
+        return losses.masked_fill(target == -2, 0.0), grad_logits @ w, grad_logits.T @ h
+
+    for i, (got, *expected) in enumerate(
+        zip((loss, *grads[:2]), eager(torch.float64), eager(torch.float32), strict=True)
+    ):
+        assert_close(got, *expected, f"result {i}", depth=17)

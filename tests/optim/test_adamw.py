@@ -304,6 +304,18 @@ def test_clipping_in_the_step_is_clipping_before_it() -> None:
     assert_same([each.detach() for each in fused], [each.detach() for each in separate])
 
 
+def test_clipping_in_the_step_is_by_the_norm_of_unscaled_gradients() -> None:
+    plain, scaled = parameters(), parameters()
+    first, second = AdamW(plain, max_norm=0.25), AdamW(scaled, max_norm=0.25)
+    set_gradients(plain, 0)
+    set_gradients(scaled, 0, scale=8.0)
+    second.grad_scale, second.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore
+    first.step()
+    second.step()
+    assert first.grad_norm == second.grad_norm
+    assert_same([each.detach() for each in scaled], [each.detach() for each in plain])
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
 def test_a_step_that_is_not_finite_is_skipped_whole(value: float) -> None:
     params = parameters(torch.bfloat16)

@@ -215,6 +215,16 @@ def test_shards_drop_what_one_process_does(kind: str) -> None:
     threads.run(_dropped, 2, kind)
 
 
+def _dropped_in_a_ring(rank: int) -> None:
+    case = _with(CASES["grouped_heads"], dropout_p=0.3, seed=torch.tensor([2**50 + 3, 8]))
+    assert_as_one_process(FUNCTIONS["ring"], dist.group.WORLD, case, torch.float64)
+
+
+def test_a_ring_of_four_drops_what_one_process_does() -> None:
+    """Of two ranks each receives the keys of the one that it sends its own to."""
+    threads.run(_dropped_in_a_ring, 4)
+
+
 def test_ring_drops_on_the_reference_too() -> None:
     with fusedops.use_backend("torch"):
         threads.run(_dropped, 2, "ring")

@@ -339,6 +339,21 @@ def test_a_native_reduce_scatter_has_the_sums_of_an_ordered_one(
         assert torch.equal(part, whole.chunk(2, 1)[rank]) and sent == 24 * 4 // 2
 
 
+def _evaluated_before_a_step(rank: int, stage: int) -> None:
+    model, x = nn.Linear(7, 4, bias=False), torch.ones(1, 7)
+    shard([model], init_device_mesh("cpu", (2,)), stage=stage)
+    (weight,) = model.parameters()
+    with torch.no_grad():
+        before = model(x)
+        weight.mul_(2.0)  # as an optimizer, which has the sharded weight
+        assert torch.equal(model(x), 2.0 * before)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_forward_alone_keeps_no_weights_for_the_next(stage: int) -> None:
+    threads.run(_evaluated_before_a_step, 2, stage)
+
+
 def _gradients_sharded(rank: int, ordered: bool) -> None:
     model = _model()
     shard([model], init_device_mesh("cpu", (RANKS,)), stage=2, ordered=ordered)

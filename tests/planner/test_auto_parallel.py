@@ -306,6 +306,9 @@ def test_collectives_between_nodes_use_all_network_cards(fake_mesh: Callable[...
         free = costs.collective("all-gather", 0.0, 0).seconds
         step = costs.collective("all-gather", 1e9, 0)
         assert step.seconds - free == pytest.approx(sum(step.sent) / (cards * rate))
+        of_ring = 1e9 * (shape[0] - 1) / shape[0]
+        assert sum(step.sent) == of_ring
+        assert sum(costs.collective("all-reduce", 1e9, 0).sent) == 2 * of_ring
 
 
 @pytest.mark.parametrize("limit", [None, 60_000, 36_000])

@@ -130,6 +130,10 @@ def mismatched(rank: int) -> None:
         dist.all_reduce(given)
 
 
+def other_operations(rank: int) -> None:
+    dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+
 def other_sizes(rank: int) -> None:
     dist.all_reduce(torch.ones(2 + rank))
 

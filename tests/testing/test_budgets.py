@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusedops._core import collectives as op_collectives
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets
 from fusedops.parallel.budgets import Budget
@@ -63,6 +64,14 @@ def test_dropout_sends_one_seed_a_step(mesh: dict[str, int]) -> None:
         assert log.bytes() - other.bytes() == (16 if rank == 0 else 0)
 
 
+def test_a_log_that_is_closed_listens_to_no_op() -> None:
+    before = list(op_collectives.listeners)
+    for _ in range(2):
+        with collectives.recorded(), collectives.recorded():
+            assert len(op_collectives.listeners) == len(before) + 1
+        assert op_collectives.listeners == before
+
+
 def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None:
     counts += made[1].tokens_per_expert
 
@@ -93,6 +102,7 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         mine = slice(rank * here, (rank + 1) * here)
         leaving = sum(counts) - sum(counts[mine])
         arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
+        assert log.notes["expert_rows"] == arriving + sum(counts[mine])
         row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
         # Metadata, and rows and results in forward and backward.
         metadata = halves * METADATA_BYTES * (ranks - 1)

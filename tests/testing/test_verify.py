@@ -138,6 +138,16 @@ def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
         )
 
 
+def test_what_one_rank_alone_refuses_is_a_failure() -> None:
+    def parallelize(model: Any, mesh: Any, case: testing.Case) -> Any:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("of rank 1 alone")
+        return tiny_parallel.parallelize(model, mesh, case)
+
+    with pytest.raises(testing.ParityError, match="of rank 1 alone(.|\n)*smallest case that fails"):
+        testing.verify(tiny_parallel.plain, [{"dp": 2}], parallelize=parallelize, cases=1)
+
+
 @pytest.mark.parametrize(
     "wrong, error, says",
     [

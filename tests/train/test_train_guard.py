@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -90,6 +91,9 @@ def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
     train(given, ["steps=4"])
     with pytest.raises(GuardError, match="went back to step 4 2 times already; the last good"):
         train(given, ["steps=100", "optimizer.lr=1e99"])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [*range(1, len(steps) + 1)], "a rollback removes the lines of later steps"
 
 
 def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int) -> Any:

@@ -12,6 +12,7 @@ import threading
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from fusedops.train.corpus import Corpus, Domains
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
+from fusedops.train.step import _seed_generators
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -54,6 +56,18 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     for each in found:
         assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
+
+
+def test_rows_that_fill_up_a_batch_do_not_count_in_the_validation(tmp_path: Path) -> None:
+    """Six sequences in batches of four."""
+    trained = whole(tmp_path, steps=2, validation={"every": 2, "sequences": 6})
+    assert trained.run.validation is not None
+    batch = trained.run.validation.rows(torch.arange(6))
+    with torch.no_grad():
+        total, count, *_ = trained.run.parallel.model.eval()(batch.tokens, labels=batch.labels)
+    assert trained.records[-1]["validation_loss"] == pytest.approx(
+        float(total / count), rel=dtypes.training_difference(2)
+    )
 
 
 def test_the_share_of_a_peak_measured_too_low_is_at_most_one(tmp_path: Path) -> None:
@@ -391,6 +405,16 @@ def test_learning_rates(kind: str, wanted: list[float]) -> None:
     assert found == pytest.approx(wanted)
 
 
+def test_each_step_draws_other_numbers() -> None:
+    """Dropout's, and the same ones when a run has resumed."""
+    drawn = []
+    for number in (3, 4, 3):
+        run: Any = SimpleNamespace(config=SimpleNamespace(seed=5), step=number)
+        _seed_generators(run)
+        drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+
 @pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("7", "7")], ids=["unset", "set"])
 def test_started_processes_share_the_processors(
     monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str
@@ -411,6 +435,7 @@ MISTAKES = {
     "optimizer.betas=[0.9,1.5]": "optimizer: betas must be two numbers in .0, 1.",
     "optimizer.weight_decay=-1.0": "optimizer: weight_decay must be at least 0",
     "model.preset=3": "model.preset must be a text, got 3",
+    "steps=true": "steps must be an integer, got True",
     "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
     "out=/dev/null": "cannot write /dev/null: File exists",
     "precision.parm=bfloat16": "unknown key 'parm' in .precision.: did you mean 'param'?",
