@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -107,11 +106,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def now() -> str:
-    """Return the UTC time as a record has it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def record_of(
     here: dict[str, Any],
     plan: TimingPlan,
@@ -142,7 +136,7 @@ def record_of(
         limits=asdict(limits),
         rows=tuple(rows),
         notes=tuple(dict.fromkeys(notes)),
-        created=now(),
+        created=machine.now(),
     )
 
 

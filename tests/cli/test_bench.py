@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 import fusedops
 from fusedops._core.architecture import cpu_slug
 from fusedops.bench import limits as limits_module
-from fusedops.bench.cases import tiny_sample
+from fusedops.bench.cases import tiny_sample, ulps
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import load_json
@@ -497,3 +498,9 @@ def test_record_is_valid_json_without_nan(known: None, tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_an_element_that_is_no_number_is_the_largest_error() -> None:
+    truth = torch.ones(2, dtype=torch.float64)
+    largest, mean = ulps([torch.tensor([float("nan"), 1.0]), torch.ones(2)], [truth, truth])
+    assert math.isnan(largest) and math.isnan(mean)
