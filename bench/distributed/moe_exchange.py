@@ -17,7 +17,6 @@ lasts until the slowest rank is done. Medians, and the median of the ratios roun
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import tempfile
 import time
@@ -31,8 +30,10 @@ import torch.multiprocessing as mp
 
 import fusedops
 from fusedops.bench import machine
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.parallel import moe_combine, moe_dispatch
 from fusedops.runtime.timer import Spread
+from fusedops.terminal import files
 
 # tokens per rank, hidden size, choices, experts
 SIZES = {
@@ -206,13 +207,10 @@ def _write(path: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "commit": machine.git_commit().get("commit", ""),
         "created": machine.now(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *about])
-        if new:
-            writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+    files.make_folder(path.parent)
+    before = load_rows(path) if path.exists() else []
+    columns = [*rows[0], *about]
+    files.write_text(path, csv_text([*before, *({**row, **about} for row in rows)], columns))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ bench/planner/README.md has the columns.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from collections.abc import Sequence
-from io import StringIO
 
 import evaluation
 from evaluation import Evaluation, GroupRanking
 from rich.console import Console
 
-from fusedops.bench.tables import load_rows
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.planner import load_device
 from fusedops.terminal import files
 from fusedops.terminal.console import show_table
@@ -46,12 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = evaluation.evaluate(rows, usual)
     _show(result, Console())
     if options.out:
-        text = StringIO()
-        writer = csv.DictWriter(text, [*rows[0], *evaluation.PREDICTED], extrasaction="ignore")
-        writer.writeheader()
-        for row, prediction in zip(rows, result.predictions, strict=True):
-            writer.writerow({**row, **prediction.cells()})
-        files.write_text(options.out, text.getvalue())
+        pairs = zip(rows, result.predictions, strict=True)
+        predicted = [{**row, **prediction.cells()} for row, prediction in pairs]
+        text = csv_text(predicted, [*rows[0], *evaluation.PREDICTED])
+        files.write_text(options.out, text)
         print(f"wrote {options.out}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -199,26 +198,19 @@ def _placed(source: Path, capacity: int | None, alignment: int, seconds: float) 
 
 def _read(source: Path) -> dict[str, list[int]]:
     """Return the columns of a file."""
-    try:
-        with source.open(newline="") as file:
-            lines = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise files.UserError(f"{source} cannot be read: {error}; check the path") from None
+    from fusedops.bench.tables import load_rows
+
     columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
-    for number, line in enumerate(lines, 2):
-        for name in _COLUMNS:
+    for number, row in enumerate(load_rows(source), 2):
+        for name, column in columns.items():
+            text = row.get(name)
             try:
-                columns[name].append(int(line[name]))
-            except (KeyError, TypeError, ValueError):
-                text = line.get(name)
+                column.append(int(text or ""))
+            except ValueError:
                 raise files.UserError(
                     f"{source}, line {number}: {name} must be an integer, got {text!r}; the first "
                     "line must be id,lower,upper,size"
                 ) from None
-    if not lines:
-        raise files.UserError(
-            f"{source} has no buffers: it must have a line id,lower,upper,size for each"
-        )
     return columns
 
 

@@ -104,12 +104,7 @@ def _measure(
     first = ranks.rank == 0
     backends = backends or bench.usual_backends(ranks)
     with steps(len(backends) * len(names)) if first else nullcontext() as progress:
-
-        def report(text: str) -> None:
-            if progress is not None:
-                progress.describe(text)
-                progress.advance()
-
+        report = progress.done if progress else lambda text: None
         rows = bench.measure(ranks, backends, names, bytes_of, seconds, report)
     with activity("links of every pair of ranks", visible=first):
         return rows, bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,10 +46,9 @@ def fit(path: Path, predict: Path | None, out: Path | None) -> None:
 def _predict(
     model: CommunicationModel, columns: Sequence[str], rows: list[dict[str, str]], out: Path
 ) -> None:
-    errors = []
-    text = StringIO()
-    writer = csv.DictWriter(text, [*rows[0], *_PREDICTED], extrasaction="ignore")
-    writer.writeheader()
+    from fusedops.bench.tables import csv_text
+
+    errors, predictions = [], []
     for row in rows:
         cells = dict.fromkeys(_PREDICTED, "")
         curve = model.curves.get(tuple(row.get(name, "") for name in columns))
@@ -66,8 +63,8 @@ def _predict(
             measured = _number(row.get("time_us", ""))
             if measured:
                 errors.append(abs(predicted / measured - 1))
-        writer.writerow({**row, **cells})
-    files.write_text(out, text.getvalue())
+        predictions.append({**row, **cells})
+    files.write_text(out, csv_text(predictions, [*rows[0], *_PREDICTED]))
     if errors:
         print(
             f"{len(errors)} measured rows: median error {100 * statistics.median(errors):.1f} %, "

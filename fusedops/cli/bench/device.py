@@ -47,13 +47,8 @@ def device(
         dtypes = conditions.set_up()
         curves = CommunicationModel.load(links) if links else None
         with steps(len(cases(quick=quick)) + 2) as progress, options.sigterm_interrupts():
-
-            def report(text: str) -> None:
-                progress.describe(text)
-                progress.advance()
-
             measured = measure_device(
-                conditions.device, dtypes, seconds, report, links=curves, quick=quick
+                conditions.device, dtypes, seconds, progress.done, links=curves, quick=quick
             )
         own = measured.device
         source = f"fitted on {len(measured.steps)} steps of small models on this machine"
