@@ -21,7 +21,6 @@ same model; copies are those within one memory.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ import torch
 from torch import nn
 
 from fusedops.bench import machine
+from fusedops.bench.tables import csv_text
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.runtime import timer
+from fusedops.terminal import files
 
 # The parameters of two layers of a transformer of 1536, with their biases and norms.
 HIDDEN = 1536
@@ -175,11 +176,8 @@ def main() -> None:
                 )
                 print(" ".join(f"{key}={rows[-1][key]}" for key in list(rows[-1])[:7]), flush=True)
     if given.csv:
-        given.csv.parent.mkdir(parents=True, exist_ok=True)
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        files.make_folder(given.csv.parent)
+        files.write_text(given.csv, csv_text(rows, rows[0]))
 
 
 if __name__ == "__main__":

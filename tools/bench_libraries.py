@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fusedops
-from fusedops.bench.machine import describe, git_commit, versions
-from fusedops.bench.results import now
-from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
+from fusedops.bench.machine import describe, provenance
+from fusedops.bench.models import time_steps
+from fusedops.runtime.timer import CpuClock, TimingPlan
 from fusedops.terminal.files import write_json
 
 WIDTH, HEADS, LAYERS, INNER, VOCABULARY = 512, 8, 4, 1408, 8192
@@ -40,6 +40,8 @@ STOCK, COMPILED, PATCHED, PASSES = "stock", "compile", "patched", "passes"
 LIBRARIES = ("diffusers", "litgpt", "open_clip_torch", "timm", "torchvision")
 # Relative differences of a loss and of all gradients together from the stock model.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+CPU = torch.device("cpu")
 
 Inputs = dict[str, Any]
 Made = tuple[nn.Module, Inputs]
@@ -218,18 +220,11 @@ def row(name: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
         for variant, (weights, forward) in variants.items()
     }
     del expected
-    timing = measure(
-        [
-            Variant(
-                variant,
-                lambda _, forward=forward: step(forward, inputs),
-                lambda weights=weights: weights.zero_grad(set_to_none=True),
-            )
-            for variant, (weights, forward) in variants.items()
-        ],
-        clock_for(torch.device("cpu")),
-        TimingPlan(least=9, most=60, seconds=seconds),
-    )
+    steps = {
+        variant: (weights, functools.partial(step, forward, inputs))
+        for variant, (weights, forward) in variants.items()
+    }
+    timing = time_steps(steps, CpuClock(), TimingPlan(least=9, most=60, seconds=seconds))
     stock = min((STOCK, COMPILED), key=lambda variant: statistics.median(timing.samples(variant)))
     return {
         "model": name,
@@ -258,7 +253,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     import_torchvision()  # transformers imports it, too
     fusedops.tune_host()
-    here = describe(torch.device("cpu"))
+    here = describe(CPU)
     dtype = getattr(torch, arguments.dtype)
     rows = []
     for name in track(names, "Measuring"):
@@ -270,14 +265,8 @@ def main() -> None:
             kept = {entry["model"]: entry for entry in json.loads(path.read_text())["rows"]}
             kept |= {entry["model"]: entry for entry in rows}
             rows = [kept[name] for name in MODELS if name in kept]
-        record = {
-            "machine": here,
-            "versions": versions() | {library: version(library) for library in LIBRARIES},
-            "git": git_commit(),
-            "dtype": arguments.dtype,
-            "rows": rows,
-            "created": now(),
-        }
+        record = provenance(CPU) | {"machine": here, "dtype": arguments.dtype, "rows": rows}
+        record["versions"] |= {library: version(library) for library in LIBRARIES}
         write_json(path, record)
         print(f"wrote {path}")
     wrong = [entry["model"] for entry in rows if not entry["right"]]

@@ -19,6 +19,7 @@ import os
 import resource
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from torch import nn
 
 import fusedops
 from fusedops.bench import machine
+from fusedops.bench.models import time_steps
 from fusedops.runtime import host
-from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
+from fusedops.runtime.timer import CpuClock, TimingPlan
+from fusedops.terminal import files
 
 SLOW = 0.97  # of stock's speed: below it a type is named
 ROWS, TOKENS = 2, 128
@@ -78,21 +81,13 @@ def row(name: str, task: str, auto: str, dtype: torch.dtype, seconds: float) -> 
 
     step(model)
     step(patched)
-    variants = [
-        Variant(
-            word,
-            lambda _, trained=trained: step(trained),
-            lambda trained=trained: trained.zero_grad(set_to_none=True),
-        )
-        for word, trained in (("stock", model), ("patched", patched))
-    ]
-    clock = clock_for(torch.device("cpu"))
-    timing = measure(variants, clock, TimingPlan(least=5, most=40, seconds=seconds))
+    steps = {"stock": (model, partial(step, model)), "patched": (patched, partial(step, patched))}
+    timing = time_steps(steps, CpuClock(), TimingPlan(least=5, most=40, seconds=seconds))
     return {
         "type": name,
         "task": task,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "ms": {word: 1e3 * timing.spread(word).median for word in ("stock", "patched")},
+        "ms": {word: 1e3 * timing.spread(word).median for word in steps},
         "times_faster": vars(timing.ratio("stock", "patched")),
     }
 
@@ -142,8 +137,7 @@ def main() -> None:
             gc.collect()
             if file:
                 ordered = sorted(rows, key=lambda entry: entry["type"])
-                record = here | {"rows": ordered, "left_out": left_out}
-                file.write_text(json.dumps(record, indent=1) + "\n")
+                files.write_json(file, here | {"rows": ordered, "left_out": left_out})
         ratio = rows[-1]["times_faster"]["median"]
         slow = "  SLOW" if ratio < SLOW else ""
         print(f"[{number}/{len(names)}] {name} {ratio:.2f}{slow}", flush=True)

@@ -17,10 +17,7 @@ lasts until the slowest rank is done. Medians, and the median of the ratios roun
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +30,10 @@ import torch.multiprocessing as mp
 
 import fusedops
 from fusedops.bench import machine
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.parallel import moe_combine, moe_dispatch
+from fusedops.runtime.timer import Spread
+from fusedops.terminal import files
 
 # tokens per rank, hidden size, choices, experts
 SIZES = {
@@ -150,21 +150,20 @@ def _rows(label: str, direction: str, samples: dict[str, list[float]]) -> list[d
     rows = []
     for name, seconds in samples.items():
         ratios = [a / b for a, b in zip(samples[BASELINE], seconds, strict=True)]
-        q1, median, q3 = statistics.quantiles(seconds, n=4, method="inclusive")
-        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        spread, ratio = Spread.of(seconds), Spread.of(ratios)
         rows.append(
             {
                 "case": label,
                 "dtype": "bfloat16",
                 "direction": direction,
                 "variant": name,
-                "speedup": ratio,
-                "speedup_q1": low,
-                "speedup_q3": high,
-                "median_us": 1e6 * median,
-                "q1_us": 1e6 * q1,
-                "q3_us": 1e6 * q3,
-                "samples": len(seconds),
+                "speedup": ratio.median,
+                "speedup_q1": ratio.q1,
+                "speedup_q3": ratio.q3,
+                "median_us": 1e6 * spread.median,
+                "q1_us": 1e6 * spread.q1,
+                "q3_us": 1e6 * spread.q3,
+                "samples": spread.count,
             }
         )
     return rows
@@ -206,15 +205,12 @@ def _write(path: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "device": here.name,
         "torch": torch.__version__,
         "commit": machine.git_commit().get("commit", ""),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": machine.now(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *about])
-        if new:
-            writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+    files.make_folder(path.parent)
+    before = load_rows(path) if path.exists() else []
+    columns = [*rows[0], *about]
+    files.write_text(path, csv_text([*before, *({**row, **about} for row in rows)], columns))
 
 
 if __name__ == "__main__":

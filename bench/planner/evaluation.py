@@ -15,7 +15,6 @@ from typing import Any
 from row_memory import gradient_bytes, row_memory
 
 from fusedops.bench.tables import kendall_tau
-from fusedops.launch.config_table import InputError
 from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.step_time import step_time
@@ -183,7 +182,7 @@ def predict(row: Mapping[str, str], usual: Device | None = None) -> Prediction:
     try:
         here = device_of(row, usual)
         shape = shape_of(row)
-    except (RowError, InputError, ValueError) as error:
+    except ValueError as error:
         return Prediction(why=str(error))
     seconds = step_time(shape, here).seconds
     try:

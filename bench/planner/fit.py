@@ -23,7 +23,6 @@ import evaluation
 from fusedops.bench.calibration import Step, calibrate
 from fusedops.bench.tables import load_rows
 from fusedops.cli.device_file import device_toml
-from fusedops.launch.config_table import InputError
 from fusedops.planner import Device, load_device, step_time
 from fusedops.planner.device import DeviceEfficiency
 from fusedops.terminal import files
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             files.check_writable(options.out)
         device = load_device(options.device)
         rows = [row for text in options.files for row in _read(text, options.gpu, device)]
-    except (InputError, files.UserError) as error:
+    except files.UserError as error:
         parser.error(str(error))
     fitted = [row for row in rows if row.first_half or not options.half]
     if len(fitted) < len(names):

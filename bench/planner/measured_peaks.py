@@ -12,16 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+import fusedops
+from fusedops import memory
 from fusedops.bench import model_zoo
+from fusedops.memory.apply import policy_state_of
 from fusedops.models import from_config
+from fusedops.optim import OffloadedAdamW
 from fusedops.planner import Estimate, Layout, estimate
 from fusedops.runtime.peak import peak_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from fusedops.terminal.progress import steps
 
 FAMILIES = ("gpt2", "bert", "llama", "qwen3", "mixtral")
 # hidden_size, layers, sequences, tokens, vocabulary: where activations are most, where the logits
@@ -94,11 +98,6 @@ def measure(
         offload: as in ``Layout``: by ``fusedops.memory`` and ``OffloadedAdamW``.
         recompute_layers: with ``ours``, how many layers recompute; by default all.
     """
-    import torch
-
-    from fusedops.memory.apply import policy_state_of
-    from fusedops.optim import OffloadedAdamW
-
     hidden, layers, batch, seq_len, vocabulary = size
     model = build(family, hidden, layers, seq_len, vocabulary)
     layout = Layout.of(
@@ -116,8 +115,6 @@ def measure(
     if recompute == "full" and not ours:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if kernels == "fused":
-        import fusedops
-
         fusedops.patch(model)
     pattern = LAYERS.get(family, "model.layers.*")
     _treat(model, pattern, recompute if ours else "none", recompute_layers, offload)
@@ -177,8 +174,6 @@ def _treat(
     offload: tuple[str, ...],
 ) -> None:
     """Give a model the policy that a layout asks for."""
-    from fusedops import memory
-
     rules = []
     if recompute == "full":
         names = [layers.replace("*", str(index)) for index in range(recompute_layers or 0)]
@@ -195,8 +190,6 @@ def _treat(
 
 def _kept(model: nn.Module, run: Any) -> int:
     """Return the bytes of all storages that autograd saves in a call, parameters apart."""
-    import torch
-
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
 
@@ -234,8 +227,6 @@ def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) 
 
 def main() -> None:
     """Measure the cases, and print the table."""
-    from fusedops.terminal.progress import steps
-
     work = list(cases())
     rows = []
     with steps(len(work)) as progress:

@@ -101,10 +101,10 @@ def run_case(
     rows = []
     for direction in _directions(able, call):
         settings.report(direction)
-        variants = _variants(able, call, direction)
+        variants = variants_of(able, call, direction)
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, settings.clock, settings.plan)
-        work = _work(case, direction, dtype, settings.limits)
+        work = least_work(case, direction, dtype, settings.limits)
         for name, peak in peaks.items():
             row = timed_row(
                 timing,
@@ -145,7 +145,7 @@ def host_overhead(
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead: dict[tuple[str, str], float] = {}
     for direction in _directions(able, call):
-        variants = _variants(able, call, direction, synced=settings.device)
+        variants = variants_of(able, call, direction, synced=settings.device)
         timing = measure(variants, CpuClock(), _HOST_PLAN)
         for variant in variants:
             overhead[variant.name, direction] = timing.best(variant.name) * 1e6
@@ -162,7 +162,7 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
     return None
 
 
-def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> LeastWork:
+def least_work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> LeastWork:
     """Return what a direction has to do at least."""
     forward = (case.bytes_forward(dtype), case.flops_forward)
     backward = (case.bytes_backward(dtype), case.flops_backward)
@@ -216,7 +216,7 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
     return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
 
 
-def _variants(
+def variants_of(
     able: Sequence[Contender],
     call: ContenderCall,
     direction: str,
@@ -288,10 +288,10 @@ def _errors(
         if random and not contender.ours:
             continue
         outputs, grads = _seeded(contender, call)
-        forward = _ulps(outputs, truth)
+        forward = ulps(outputs, truth)
         errors[contender.name, "forward"] = forward
         if grads:
-            errors[contender.name, "backward"] = backward = _ulps(grads, true_grads)
+            errors[contender.name, "backward"] = backward = ulps(grads, true_grads)
             errors[contender.name, "both"] = max(forward, backward)
     return errors, "error of random results only for fusedops" if random else ""
 
@@ -308,15 +308,16 @@ def _seeded(
     return tuple(output.detach() for output in tensors_in(outputs)), grads
 
 
-def _ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> Error:
+def ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> Error:
     """Return the largest and the mean error over some tensors."""
-    largest = total = 0.0
-    count = 0
+    largest: list[float] = []
+    total, count = 0.0, 0
     for value, true in zip(actual, truth, strict=True):
         if value is None or true is None or not value.dtype.is_floating_point or not true.numel():
             continue
         error = dtypes.ulps(value.detach(), true)
-        largest = max(largest, float(error.max()))
+        largest.append(float(error.max()))
         total += float(error.sum())
         count += error.numel()
-    return largest, total / max(1, count)
+    # Of torch, because ``max`` of Python passes over NaN.
+    return float(torch.tensor([0.0, *largest], dtype=torch.float64).max()), total / max(1, count)

@@ -85,148 +85,107 @@ class LinkRow:
     slow: bool
 
 
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """One that is measured.
+
+    Attributes:
+        call: communicates the tensor of a case.
+        expected: what must then arrive, where ranks gave these tensors.
+        factor: of the bus bandwidth, by the number of ranks.
+        gathers: whether a rank gives its share alone, and gets all.
+        uneven: whether some ranks get three times as much as others, as ranks with experts do.
+    """
+
+    call: Callable[[_Case], collectives.Pending]
+    expected: Callable[[_Case, list[torch.Tensor]], torch.Tensor]
+    factor: Callable[[int], float] = _all_but_own
+    gathers: bool = False
+    uneven: bool = False
+
+
 class _Case:
-    """A collective of one size on a group: what is called, and what must arrive."""
+    """A collective of one size on a group."""
 
-    factor = staticmethod(lambda ranks: (ranks - 1) / ranks)
-
-    def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        self.device = device
-        self.elements = self._elements(max(1, size // _ITEM))
-        self.tensor = torch.zeros(self._own(), device=device)
-
-    def _elements(self, asked: int) -> int:
-        """Return the number of elements nearest to those asked for, from one per rank on."""
-        return max(1, asked // self.ranks) * self.ranks
-
-    def _own(self) -> int:
-        """Return how many elements this rank gives."""
-        return self.elements
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * _ITEM
+    def __init__(
+        self, collective: _Collective, group: dist.ProcessGroup, size: int, device: torch.device
+    ) -> None:
+        self.collective, self.group, self.device = collective, group, device
+        self.ranks, self.rank = group.size(), group.rank()
+        every, asked = range(self.ranks), max(1, size // _ITEM)
+        # Elements that each rank sends to each; every rank has one at least.
+        self.counts = [[max(1, asked // self.ranks)] * self.ranks for _ in every]
+        if collective.uneven:
+            unit = max(1, asked // (2 * self.ranks))
+            self.counts = [[unit * (1 + (rank + 2 * to) % 3) for to in every] for rank in every]
+        self.bytes = max(map(sum, self.counts)) * _ITEM
+        self.given = [sent[0] if collective.gathers else sum(sent) for sent in self.counts]
+        self.tensor = torch.zeros(self.given[self.rank], device=device)
 
     def call(self) -> torch.Tensor:
         """Communicate."""
-        raise NotImplementedError
-
-    def expected(self) -> torch.Tensor:
-        """Return what must arrive where rank ``r`` gives ``pattern(r)``."""
-        raise NotImplementedError
-
-    def pattern(self, rank: int, count: int) -> torch.Tensor:
-        """Return small integers that differ by rank and place."""
-        places = torch.arange(count, device=self.device)
-        return ((places * 7 + rank * 13) % 31).float()
+        return self.collective.call(self).wait()
 
     def wrong(self) -> int:
-        """Communicate patterns; returns how many elements are not what they must be."""
-        self.tensor.copy_(self.pattern(self.rank, self.tensor.numel()))
-        arrived = self.call()
-        wrong = int((arrived != self.expected()).sum())
+        """Communicate small integers that differ by rank and place; count those that are wrong."""
+        patterns = [
+            ((torch.arange(count, device=self.device) * 7 + rank * 13) % 31).float()
+            for rank, count in enumerate(self.given)
+        ]
+        self.tensor.copy_(patterns[self.rank])
+        wrong = int((self.call() != self.collective.expected(self, patterns)).sum())
         self.tensor.zero_()
         return wrong
 
 
-class _AllReduce(_Case):
-    factor = staticmethod(lambda ranks: 2 * (ranks - 1) / ranks)
-
-    def call(self) -> torch.Tensor:
-        return collectives.all_reduce(self.tensor, self.group).wait()
-
-    def expected(self) -> torch.Tensor:
-        patterns = [self.pattern(rank, self.elements) for rank in range(self.ranks)]
-        return torch.stack(patterns).sum(0)
+def _all_to_all(case: _Case) -> collectives.Pending:
+    if not case.collective.uneven:
+        return collectives.all_to_all(case.tensor, case.group)
+    send, receive = case.counts[case.rank], [sent[case.rank] for sent in case.counts]
+    return collectives.all_to_all(case.tensor, case.group, send=send, receive=receive)
 
 
-class _ReduceScatter(_Case):
-    def call(self) -> torch.Tensor:
-        return collectives.reduce_scatter(self.tensor, self.group).wait()
-
-    def expected(self) -> torch.Tensor:
-        patterns = [self.pattern(rank, self.elements) for rank in range(self.ranks)]
-        return torch.stack(patterns).sum(0).chunk(self.ranks)[self.rank]
+def _sum(_: _Case, given: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(given).sum(0)
 
 
-class _AllGather(_Case):
-    def _own(self) -> int:
-        return self.elements // self.ranks
-
-    def call(self) -> torch.Tensor:
-        return collectives.all_gather(self.tensor, self.group).wait()
-
-    def expected(self) -> torch.Tensor:
-        return torch.cat([self.pattern(rank, self._own()) for rank in range(self.ranks)])
+def _sent(case: _Case, given: list[torch.Tensor]) -> torch.Tensor:
+    """Return the part of each rank's tensor that is for this one."""
+    pairs = zip(given, case.counts, strict=True)
+    return torch.cat([tensor.split(sent)[case.rank] for tensor, sent in pairs])
 
 
-class _Broadcast(_Case):
-    factor = staticmethod(lambda ranks: 1.0)
-
-    def call(self) -> torch.Tensor:
-        return collectives.broadcast(self.tensor, self.group).wait()
-
-    def expected(self) -> torch.Tensor:
-        return self.pattern(0, self.elements)
-
-
-class _SendReceive(_Case):
-    """Each rank sends to the next one and receives from the one before."""
-
-    factor = staticmethod(lambda ranks: 1.0)
-
-    def call(self) -> torch.Tensor:
-        return collectives.shift(self.tensor, self.group, by=1).wait()
-
-    def expected(self) -> torch.Tensor:
-        return self.pattern((self.rank - 1) % self.ranks, self.elements)
-
-
-class _AllToAll(_Case):
-    def call(self) -> torch.Tensor:
-        return collectives.all_to_all(self.tensor, self.group).wait()
-
-    def counts(self, source: int) -> list[int]:
-        """Return how many elements a rank sends to each."""
-        return [self.elements // self.ranks] * self.ranks
-
-    def expected(self) -> torch.Tensor:
-        parts = []
-        for source in range(self.ranks):
-            sent = self.counts(source)
-            pattern = self.pattern(source, sum(sent))
-            parts.append(pattern.split(sent)[self.rank])
-        return torch.cat(parts)
-
-
-class _AllToAllUneven(_AllToAll):
-    """As an all-to-all of experts: to some ranks three times as much as to others."""
-
-    def _elements(self, asked: int) -> int:
-        self.unit = max(1, asked // (2 * self.ranks))
-        return max(sum(self.counts(rank)) for rank in range(self.ranks))
-
-    def _own(self) -> int:
-        return sum(self.counts(self.rank))
-
-    def counts(self, source: int) -> list[int]:
-        return [self.unit * (1 + (source + 2 * rank) % 3) for rank in range(self.ranks)]
-
-    def call(self) -> torch.Tensor:
-        receive = [self.counts(source)[self.rank] for source in range(self.ranks)]
-        send = self.counts(self.rank)
-        return collectives.all_to_all(self.tensor, self.group, send=send, receive=receive).wait()
-
-
-COLLECTIVES: dict[str, type[_Case]] = {
-    "all_reduce": _AllReduce,
-    "reduce_scatter": _ReduceScatter,
-    "all_gather": _AllGather,
-    "broadcast": _Broadcast,
-    "all_to_all": _AllToAll,
-    "all_to_all_uneven": _AllToAllUneven,
-    "send_receive": _SendReceive,
+COLLECTIVES: dict[str, _Collective] = {
+    "all_reduce": _Collective(
+        lambda case: collectives.all_reduce(case.tensor, case.group),
+        _sum,
+        factor=lambda ranks: 2 * (ranks - 1) / ranks,
+    ),
+    "reduce_scatter": _Collective(
+        lambda case: collectives.reduce_scatter(case.tensor, case.group),
+        lambda case, given: _sum(case, given).chunk(case.ranks)[case.rank],
+    ),
+    "all_gather": _Collective(
+        lambda case: collectives.all_gather(case.tensor, case.group),
+        lambda case, given: torch.cat(given),
+        gathers=True,
+    ),
+    "broadcast": _Collective(
+        lambda case: collectives.broadcast(case.tensor, case.group),
+        lambda case, given: given[0],
+        factor=lambda ranks: 1.0,
+    ),
+    "all_to_all": _Collective(_all_to_all, _sent),
+    "all_to_all_uneven": _Collective(_all_to_all, _sent, uneven=True),
+    "send_receive": _Collective(  # each sends to the next one and receives from the one before
+        lambda case: collectives.shift(case.tensor, case.group, by=1),
+        lambda case, given: given[case.rank - 1],
+        factor=lambda ranks: 1.0,
+    ),
 }
 
 
@@ -272,7 +231,7 @@ def measure(
         with _group(backend, ranks) as group:
             for name in names:
                 for size in bytes_of:
-                    case = COLLECTIVES[name](group, size, ranks.device)
+                    case = _Case(COLLECTIVES[name], group, size, ranks.device)
                     rows.append(_row(case, name, backend, nodes, ranks, seconds))
                 report(f"{backend}, {name}")
     return rows
@@ -305,7 +264,7 @@ def _row(
         avg_us=mean,
         max_us=max(times),
         algbw=rate,
-        busbw=rate * case.factor(case.ranks),
+        busbw=rate * case.collective.factor(case.ranks),
         wrong=sum(ranks.gathered(wrong)),
     )
 

@@ -134,15 +134,9 @@ def contenders(
     def admit(candidate: Contender) -> bool:
         if only and candidate.name not in (EAGER, *only):
             return False
-        reason = reason_against(candidate, call, backward=False)
-        if reason is not None:
-            notes.append(f"no {candidate.name} row: {reason}")
-            return False
-        reason = reason_against(candidate, call, backward=True) if call.leaves else None
-        if reason is not None:
-            notes.append(f"{candidate.name} has forward rows only: {reason}")
-        able.append(replace(candidate, trains=reason is None))
-        return True
+        passed = admitted(candidate, call, notes)
+        able.extend([passed] if passed else [])
+        return passed is not None
 
     if not admit(Contender(EAGER, spec.eager)):
         return able, notes
@@ -160,6 +154,27 @@ def contenders(
         if kinds <= set(getattr(peer, "devices", kinds)):
             admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
     return able, notes
+
+
+def admitted(
+    candidate: Contender, call: ContenderCall, notes: list[str], *, backward: bool = True
+) -> Contender | None:
+    """Run a contender once; return what can be timed of it, ``None`` for nothing.
+
+    Args:
+        candidate: who is to run.
+        call: what.
+        notes: get the reason for what cannot be timed.
+        backward: whether its backward is asked for.
+    """
+    reason = reason_against(candidate, call, backward=False)
+    if reason is not None:
+        notes.append(f"no {candidate.name} row: {reason}")
+        return None
+    reason = reason_against(candidate, call, backward=True) if backward and call.leaves else None
+    if reason is not None:
+        notes.append(f"{candidate.name} has forward rows only: {reason}")
+    return replace(candidate, trains=reason is None)
 
 
 def backend_of(contender: Contender, call: ContenderCall) -> str:

@@ -27,7 +27,7 @@ from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig
 from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
 from fusedops.planner.communication import CommunicationModel
-from fusedops.planner.device import DeviceLinks, DeviceMemory
+from fusedops.planner.device import DeviceEfficiency, DeviceLinks, DeviceMemory
 from fusedops.planner.step_time import step_time
 from fusedops.runtime.timer import clock_for
 
@@ -90,10 +90,9 @@ class MeasuredDevice:
 
 def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
     """Return models, sequences and tokens of a micro-batch, and micro-batches, to be measured."""
-    widths = (128, 256) if quick else (256, 512)
-    cases = [
-        (hidden, layers, rows, tokens, parts)
-        for hidden in widths
+    return [
+        (SmallModel("gpt2", hidden, layers, 2048), rows, tokens, parts)
+        for hidden in ((128, 256) if quick else (256, 512))
         for layers, rows, tokens, parts in (
             (2, 1, 64, 1),
             (2, 4, 128, 1),
@@ -104,10 +103,6 @@ def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
             (2, 1, 256, 8),
             (4, 16, 64, 1),
         )
-    ]
-    return [
-        (SmallModel("gpt2", hidden, layers, 2048), rows, tokens, parts)
-        for hidden, layers, rows, tokens, parts in cases
     ]
 
 
@@ -165,12 +160,21 @@ def _with_communication(
     for sizes, (times, _) in zip(_TOGETHER, timed, strict=True):
         shape = shape_of_step(small.config(_TOKENS), ParallelConfig(**sizes), _SEQUENCES)
         steps.append(DeviceStep(shape, statistics.median(times)))
-    device = measured.device
-    fit = [(step.shape, device, step.seconds) for step in steps]
-    fitted = replace(device, efficiency=calibrate(fit, device.efficiency, names=FITTED_TOGETHER))
+    fitted = _fitted(measured.device, steps, measured.device.efficiency, FITTED_TOGETHER)
     every = (*measured.steps, *steps)
-    errors = [step_time(step.shape, fitted).seconds / step.seconds - 1 for step in every]
-    return MeasuredDevice(fitted, every, tuple(errors))
+    return MeasuredDevice(fitted, every, _errors(fitted, every))
+
+
+def _fitted(
+    device: Device, steps: Sequence[DeviceStep], start: DeviceEfficiency, names: Sequence[str]
+) -> Device:
+    """Return the device with those of its constants that explain the steps best."""
+    fit = [(step.shape, device, step.seconds) for step in steps]
+    return replace(device, efficiency=calibrate(fit, start, names=names))
+
+
+def _errors(device: Device, steps: Sequence[DeviceStep]) -> tuple[float, ...]:
+    return tuple(step_time(step.shape, device).seconds / step.seconds - 1 for step in steps)
 
 
 def _step_together(small: SmallModel, sizes: dict[str, Any]) -> Callable[[], float]:
@@ -210,16 +214,14 @@ def _measured(
     for model, rows, tokens, parts in sizes(quick=quick):
         report(f"width {model.hidden_size}, {model.num_layers} layers, {rows} x {tokens} tokens")
         measured.append(_step(model, rows, tokens, parts, where, dtypes[0], seconds))
-    steps = [(step.shape, own, step.seconds) for step in measured]
     # On a CPU the host is the device: nothing is waited for.
     start = own.efficiency
     if where.type == "cpu":
         start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
         start = replace(start, optimizer=0.6, accumulation=_ACCUMULATED_BYTES, stage_wait=0.05)
         start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
-    fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
-    errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]
-    return MeasuredDevice(fitted, tuple(measured), tuple(errors))
+    fitted = _fitted(own, measured, start, FITTED)
+    return MeasuredDevice(fitted, tuple(measured), _errors(fitted, measured))
 
 
 @contextmanager

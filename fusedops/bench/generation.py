@@ -8,7 +8,6 @@ compared with ours round by round, so that noise on the machine affects all of t
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from fusedops.bench.small_models import InterleavedRow, SmallModel
 from fusedops.generation import generate
 from fusedops.models import Transformer, save_huggingface
-from fusedops.runtime import host
+from fusedops.runtime import host, timer
+from fusedops.runtime.timer import CpuClock, TimingPlan, Variant
 
 OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
 PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")
-_LEAST_TURNS = 5
+_LEAST_TURNS, _MOST_TURNS = 5, 10_000
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,13 @@ def measure(
     tokens = {name: run() for name, run in ways.items()}
     for row in rows:
         row.same = (tokens[row.name] == tokens[OURS]).double().mean().item()
-    until = time.monotonic() + seconds * len(rows)
-    while time.monotonic() < until or len(rows[0].seconds) < _LEAST_TURNS:
-        for row in rows:
-            begin = time.perf_counter()
-            ways[row.name]()
-            row.seconds.append(time.perf_counter() - begin)
-            row.ratios.append(row.seconds[-1] / rows[0].seconds[-1])
-        report(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} rounds")
+    report(f"timing {work.preset} in {work.dtype}")
+    variants = [Variant(name, lambda _, run=run: run()) for name, run in ways.items()]  # type: ignore[misc]
+    plan = TimingPlan(_LEAST_TURNS, _MOST_TURNS, seconds * len(rows))
+    rounds = timer.measure(variants, CpuClock(), plan).rounds
+    for row in rows:
+        row.seconds = rounds[row.name]
+        row.ratios = [own / ours for own, ours in zip(row.seconds, rounds[OURS], strict=True)]
     return rows
 
 

@@ -99,11 +99,7 @@ def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
     sizes = [8192] if device.type == "cuda" else [512, 1536]
     factor = 2 if dtype == torch.float64 else 1
     limits = [_matmul_of_size(device, dtype, clock, size // factor) for size in sizes]
-    return max(limits, key=_rate)
-
-
-def _rate(limit: Limit) -> float:
-    return limit.rate
+    return max(limits, key=lambda limit: limit.rate)
 
 
 def _matmul_of_size(device: torch.device, dtype: torch.dtype, clock: Clock, size: int) -> Limit:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
 import re
 import subprocess
@@ -79,6 +80,21 @@ def gpu_state() -> dict[str, str]:
     answer = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     values = [value.strip() for value in (answer.splitlines() or [""])[0].split(",")]
     return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+
+
+def now() -> str:
+    """Return the UTC time as a record has it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return where, with what and when a measurement was made, as its record begins."""
+    return {
+        "machine": describe(device),
+        "versions": versions(),
+        "git": git_commit(),
+        "created": now(),
+    }
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class ModelFamily:
     name: str  # as ``--family`` has it
     prefix: str  # of the names of its classes
     head: str  # the rest of the name of the class that has a loss
-    options: Callable[[ModelSize], dict[str, Any]]  # of the configuration
+    options: dict[str, Any]  # of the configuration; those that are functions get the size
     inputs: Callable[[ModelSize], Inputs]  # what the model reads, labels included
     kind: str  # ``"causal"``, ``"encoder"``, ``"seq2seq"`` or ``"image"``
 
@@ -69,7 +70,10 @@ class ModelFamily:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        config = getattr(transformers, f"{self.prefix}Config")(**self.options(size) | changes)
+        options = {
+            name: value(size) if callable(value) else value for name, value in self.options.items()
+        }
+        config = getattr(transformers, f"{self.prefix}Config")(**options | changes)
         return getattr(transformers, self.prefix + self.head)(config)
 
     def batch(
@@ -162,42 +166,72 @@ def _side(size: ModelSize) -> int:
     return _PATCH * max(1, round(size.seq_len**0.5))
 
 
-def _text(size: ModelSize) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        # RoBERTa counts its positions from the padding's index on.
-        "max_position_embeddings": size.seq_len + size.steps + 2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-
-
 def _inner(size: ModelSize) -> int:
     """Return the width of a gated layer, with as many weights as a plain one of four times."""
     return 64 * -(-8 * size.hidden // (3 * 64))
 
 
+def _four_times(size: ModelSize) -> int:
+    return 4 * size.hidden
+
+
+def _head_dim(size: ModelSize) -> int:
+    return size.hidden // size.heads
+
+
+_HIDDEN, _LAYERS, _HEADS = attrgetter("hidden"), attrgetter("layers"), attrgetter("heads")
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    # RoBERTa counts its positions from the padding's index on.
+    "max_position_embeddings": lambda size: size.seq_len + size.steps + 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DISTILBERT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "dim": _HIDDEN,
+    "hidden_dim": _four_times,
+    "n_layers": _LAYERS,
+    "n_heads": _HEADS,
+    "max_position_embeddings": attrgetter("seq_len"),
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": _HIDDEN,
+    "d_kv": _head_dim,
+    "d_ff": _four_times,
+    "num_layers": _LAYERS,
+    "num_heads": _HEADS,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+_VIT: dict[str, Any] = _NO_DROPOUT | {
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "intermediate_size": _four_times,
+    "image_size": _side,
+    "patch_size": _PATCH,
+    "num_labels": CLASSES,
+}
+
+
 def _causal(name: str, prefix: str, head: str = "ForCausalLM", **changes: Any) -> ModelFamily:
-    """Return a causal family; a change that is a function gets the size."""
-
-    def options(size: ModelSize) -> dict[str, Any]:
-        return _text(size) | {
-            key: value(size) if callable(value) else value for key, value in changes.items()
-        }
-
-    return ModelFamily(name, prefix, head, options, _causal_inputs, kind="causal")
+    return ModelFamily(name, prefix, head, _TEXT | changes, _causal_inputs, kind="causal")
 
 
 def _gated(name: str, prefix: str, **changes: Any) -> ModelFamily:
-    given = {
-        "intermediate_size": _inner,
-        "num_key_value_heads": lambda size: size.heads // 2,
-        "head_dim": lambda size: size.hidden // size.heads,
-    }
+    key_heads = {"num_key_value_heads": lambda size: size.heads // 2}
+    given = {"intermediate_size": _inner, "head_dim": _head_dim, **key_heads}
     return _causal(name, prefix, **(given | changes))
 
 
@@ -205,62 +239,15 @@ def _sparse(name: str, prefix: str, **changes: Any) -> ModelFamily:
     return _gated(name, prefix, num_experts_per_tok=2, **changes)
 
 
-def _encoder(name: str, prefix: str) -> ModelFamily:
-    def options(size: ModelSize) -> dict[str, Any]:
-        wide = {"intermediate_size": 4 * size.hidden}
-        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        return _text(size) | wide | none
-
+def _encoder(name: str, prefix: str, options: dict[str, Any] | None = None) -> ModelFamily:
+    options = options or _TEXT | _NO_DROPOUT | {"intermediate_size": _four_times}
     return ModelFamily(name, prefix, "ForMaskedLM", options, _masked_inputs, kind="encoder")
 
 
-def _distilbert(size: ModelSize) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "dim": size.hidden,
-        "hidden_dim": 4 * size.hidden,
-        "n_layers": size.layers,
-        "n_heads": size.heads,
-        "max_position_embeddings": size.seq_len,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-
-
-def _t5(size: ModelSize) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "d_model": size.hidden,
-        "d_kv": size.hidden // size.heads,
-        "d_ff": 4 * size.hidden,
-        "num_layers": size.layers,
-        "num_heads": size.heads,
-        "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-
-
-def _vit(size: ModelSize) -> dict[str, Any]:
-    return {
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "intermediate_size": 4 * size.hidden,
-        "image_size": _side(size),
-        "patch_size": _PATCH,
-        "num_labels": CLASSES,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-
-
 _NO_GPT2_DROPOUT: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-_FOUR_TIMES: dict[str, Any] = {"intermediate_size": lambda size: 4 * size.hidden}
 _OPT: dict[str, Any] = {
-    "ffn_dim": lambda size: 4 * size.hidden,
-    "word_embed_proj_dim": lambda size: size.hidden,
+    "ffn_dim": _four_times,
+    "word_embed_proj_dim": _HIDDEN,
     "dropout": 0.0,
 }
 _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
@@ -274,20 +261,18 @@ FAMILIES = {
         _gated("llama", "Llama"),
         _gated("qwen3", "Qwen3"),
         _sparse("mixtral", "Mixtral", num_local_experts=8),
-        ModelFamily("t5", "T5", "ForConditionalGeneration", _t5, _masked_inputs, kind="seq2seq"),
-        ModelFamily("vit", "ViT", "ForImageClassification", _vit, _image_inputs, kind="image"),
+        ModelFamily("t5", "T5", "ForConditionalGeneration", _T5, _masked_inputs, kind="seq2seq"),
+        ModelFamily("vit", "ViT", "ForImageClassification", _VIT, _image_inputs, kind="image"),
         _gated("mistral", "Mistral"),
         _gated("qwen2", "Qwen2"),
         _gated("gemma", "Gemma"),
         _gated("gemma2", "Gemma2", **_GEMMA2),
         _gated("phi3", "Phi3"),
         _causal("opt", "OPT", **_OPT),
-        _causal("gpt_neox", "GPTNeoX", **_FOUR_TIMES),
+        _causal("gpt_neox", "GPTNeoX", intermediate_size=_four_times),
         _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
         _encoder("roberta", "Roberta"),
-        ModelFamily(
-            "distilbert", "DistilBert", "ForMaskedLM", _distilbert, _masked_inputs, kind="encoder"
-        ),
+        _encoder("distilbert", "DistilBert", _DISTILBERT),
     )
 }
 # What is measured unless families are named.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
-from fusedops.bench.cases import BenchSettings, lead, timed_row
+from fusedops.bench.cases import BenchSettings, lead, timed_row, ulps
 from fusedops.bench.contenders import (
     AUTOMATIC,
     COMPILE,
@@ -31,7 +31,7 @@ from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, Mod
 from fusedops.bench.results import BenchRow, dtype_name
 from fusedops.integrations import patch
 from fusedops.runtime.peak import peak_bytes
-from fusedops.runtime.timer import Variant, measure
+from fusedops.runtime.timer import Clock, Timing, TimingPlan, Variant, measure
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
 MODES = (TRAINING, FORWARD, DECODING)
@@ -98,6 +98,17 @@ class ModelContender:
     values: Callable[[], Values]  # makes a run and returns what it computed
 
 
+def time_steps(
+    steps: dict[str, tuple[nn.Module, Callable[[], Any]]], clock: Clock, plan: TimingPlan
+) -> Timing:
+    """Time steps of training, each with the model whose gradients it makes."""
+
+    def variant(name: str, model: nn.Module, step: Callable[[], Any]) -> Variant:
+        return Variant(name, lambda _: step(), lambda: model.zero_grad(set_to_none=True))
+
+    return measure([variant(name, *pair) for name, pair in steps.items()], clock, plan)
+
+
 def sizes(family: ModelFamily, mode: str, size: ModelSize) -> tuple[ModelSize, ...]:
     """Return the sizes of a mode: decoding is measured for one sequence too, what chats are."""
     if mode != DECODING:
@@ -135,7 +146,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
         # Too large for this machine, a dtype that torch lacks here, a transformers without it.
         return FamilyResult(notes=(f"{case.title}: no rows: {error_line(error)}",))
     able, notes, wrong = [eager], [], []
-    errors = {EAGER: _ulps(known, truth)}
+    errors = {EAGER: ulps([known.logits], [truth.logits])}
     ours: ModelContender | None = None
     backend = ""
     try:
@@ -146,7 +157,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
         values = ours.values()
         backend = backends_since(before)
         wrong = [f"{case.title}: {text}" for text in differences(values, known, truth, case.dtype)]
-        errors[AUTOMATIC] = _ulps(values, truth)
+        errors[AUTOMATIC] = ulps([values.logits], [truth.logits])
     except Exception as error:
         wrong = [f"{case.title}: the patched model raises {error_line(error)}"]
     if settings.compiled:
@@ -155,7 +166,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
             torch._dynamo.reset()
             compiled = torch.compile(stock)
             rival = _contender(COMPILE, stock, compiled, case, settings.device)
-            errors[COMPILE] = _ulps(rival.values(), truth)
+            errors[COMPILE] = ulps([rival.values().logits], [truth.logits])
             able.append(rival)
         except Exception as error:
             notes.append(f"{case.title}: no {COMPILE} row: {error_line(error)}")
@@ -303,12 +314,6 @@ def _truth(stock: nn.Module, case: ModelCase, device: torch.device) -> tuple[Val
     with FlopCounterMode(display=False) as counter:
         values = exact.values()
     return values, counter.get_total_flops()
-
-
-def _ulps(values: Values, truth: Values) -> tuple[float, float]:
-    """Return the largest and the mean error of the logits."""
-    error = dtypes.ulps(values.logits, truth.logits)
-    return float(error.max()), float(error.mean())
 
 
 def _peak(contender: ModelContender, settings: ModelSettings) -> int | None:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from fusedops.bench.contenders import COMPILE, EAGER
 from fusedops.bench.results import BenchRecord, BenchRow
-from fusedops.bench.table import DISTURBED, show_limits, warnings
-from fusedops.terminal.console import number_columns, print_table
+from fusedops.bench.table import show_limits, warnings
+from fusedops.terminal.console import DISTURBED, number_columns, print_table
 
 
 def show(record: BenchRecord, out: Console) -> None:
@@ -25,7 +25,6 @@ def show(record: BenchRecord, out: Console) -> None:
         f"{record.settings['allocator']} for all)",
         title_justify="left",
         title_style="bold",
-        header_style="bold",
     )
     before = ""
     for case in record.cases():

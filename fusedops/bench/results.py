@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +12,7 @@ import torch
 
 from fusedops.bench import machine
 from fusedops.bench.limits import Limits
+from fusedops.bench.tables import csv_text
 from fusedops.runtime.timer import TimingPlan
 from fusedops.terminal import files
 
@@ -107,11 +105,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def now() -> str:
-    """Return the UTC time as a record has it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def record_of(
     here: dict[str, Any],
     plan: TimingPlan,
@@ -142,7 +135,7 @@ def record_of(
         limits=asdict(limits),
         rows=tuple(rows),
         notes=tuple(dict.fromkeys(notes)),
-        created=now(),
+        created=machine.now(),
     )
 
 
@@ -192,14 +185,10 @@ def to_csv(record: BenchRecord) -> str:
         "commit": record.git.get("commit", "")[:12] + "+" * bool(record.git.get("changed")),
         "created": record.created,
     }
-    out = io.StringIO()
-    writer = csv.DictWriter(
-        out, [field.name for field in fields(BenchRow)] + list(common), lineterminator="\n"
-    )
-    writer.writeheader()
-    for row in record.rows:
-        writer.writerow({key: _cell(value) for key, value in asdict(row).items()} | common)
-    return out.getvalue()
+    rows = [
+        {key: _cell(value) for key, value in asdict(row).items()} | common for row in record.rows
+    ]
+    return csv_text(rows, [*(field.name for field in fields(BenchRow)), *common])
 
 
 def save_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:

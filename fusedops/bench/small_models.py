@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,6 @@ from fusedops.models import ParallelConfig, Transformer, TransformerConfig, para
 from fusedops.models.parallelization.stage_costs import layer_runs
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.planner import Layout, StepShape, TrainingShape, step_shape
-from fusedops.terminal import files
 
 _SEED = 0
 
@@ -135,11 +133,10 @@ class InterleavedRow:
         return f"{self.ratio:.2f} ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
 
 
-def save_rows(path: str | os.PathLike[str], rows: Iterable[Any], **head: Any) -> None:
-    """Write this machine, ``head`` and rows of generation, or of scaling, as JSON."""
+def rows_record(rows: Iterable[Any], **head: Any) -> dict[str, Any]:
+    """Return this machine, ``head`` and rows of generation, or of scaling, as JSON has them."""
     records = [
         asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
         for row in rows
     ]
-    here = machine.describe(torch.device("cpu"))
-    files.write_json(path, here | head | {"rows": records})
+    return machine.describe(torch.device("cpu")) | head | {"rows": records}

@@ -10,11 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedops.bench.results import BenchRecord, BenchRow
-from fusedops.terminal.console import number_columns, print_table
+from fusedops.terminal.console import DISTURBED, number_columns, print_table
 
 _WIDE = 132
-# Instead of a time that other work on the machine disturbed.
-DISTURBED = "disturbed"
 
 
 def show(record: BenchRecord, out: Console) -> None:
@@ -47,7 +45,7 @@ def show_limits(record: BenchRecord, out: Console) -> None:
         f"{dtype} matmul {limit['rate'] / 1e12:.2f} TFLOP/s ({limit['way']}{_others(limit)})"
         for dtype, limit in limits["matmul"].items()
     ]
-    out.print("measured limits: " + ", ".join(parts), highlight=False)
+    out.print("measured limits: " + ", ".join(parts))
 
 
 def _others(limit: dict[str, Any]) -> str:
@@ -69,7 +67,6 @@ def _table(op: str, dtype: str, part: BenchRecord, narrow: bool) -> Table:
         title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
         title_justify="left",
         title_style="bold",
-        header_style="bold",
     )
     before = ("", "")
     for index, row in enumerate(rows):

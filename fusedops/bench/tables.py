@@ -1,11 +1,13 @@
-"""Tables of measured figures: the rows of a CSV file, and how far two orders agree."""
+"""Tables of measured figures: rows from and to CSV, and how far two orders agree."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fusedops.launch.config_table import InputError
 
@@ -29,6 +31,15 @@ def load_rows(path: str | Path) -> list[dict[str, str]]:
     if not rows:
         raise InputError(f"{path} has no rows")
     return rows
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> str:
+    """Return rows as the text of a CSV file; cells of other columns are left out."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def kendall_tau(pairs: Iterable[tuple[float, float]]) -> float:

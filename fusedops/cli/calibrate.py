@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 
 from fusedops._core import backends
 from fusedops.bench.contenders import (
@@ -32,7 +31,7 @@ from fusedops.bench.results import dtype_name
 from fusedops.ops.linear_act import linear_act
 from fusedops.runtime.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import BenchCase, all_specs
-from fusedops.terminal.console import number_columns, print_table
+from fusedops.terminal.console import DISTURBED, number_columns, show_table
 from fusedops.terminal.progress import steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,9 +78,9 @@ def show(out: Console, device: torch.device) -> None:
             rates.append(measured(share))
             progress.advance()
     products = [rate for rate in rates if rate.what.startswith("linear")]
-    print_table(out, _table("products: linear_act and F.linear, forward", products))
+    _show_rates(out, "products: linear_act and F.linear, forward", products)
     others = [rate for rate in rates if rate not in products]
-    print_table(out, _table("ops and eager torch, forward and backward", others))
+    _show_rates(out, "ops and eager torch, forward and backward", others)
     if not all(rate.trusted for rate in rates):
         out.print(
             "  disturbed: by other work on this machine, or a single round; `fusedops bench` has\n"
@@ -213,23 +212,17 @@ def _rate(
     )
 
 
-def _table(title: str, rates: list[Rate]) -> Table:
+def _show_rates(out: Console, title: str, rates: list[Rate]) -> None:
     with_rates = any(rate.gflops for rate in rates)
     rate_names = ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ()
-    table = Table(
-        *("", "dtype"),
-        *number_columns(*rate_names, "x torch"),
-        "runs on",
-        title=title,
-        title_justify="left",
-        header_style="bold",
-    )
+    cells = []
     for row in rates:
         gflops, ratio = ["-"] * len(rate_names), "-"
         if row.ratio is not None and not row.trusted:
-            ratio = "disturbed"
+            ratio = DISTURBED
         elif row.ratio is not None:
             gflops = [f"{rate:.0f}" for rate in row.gflops or ()]
             ratio = f"[{'green' if row.ratio > 1 else 'red'}]{row.ratio:.2f}[/]"
-        table.add_row(row.what, row.dtype, *gflops, ratio, row.problem or row.runs_on)
-    return table
+        cells.append((row.what, row.dtype, *gflops, ratio, row.problem or row.runs_on))
+    columns = ("", "dtype", *number_columns(*rate_names, "x torch"), "runs on")
+    show_table(out, columns, cells, title=title, title_justify="left")

@@ -1,25 +1,12 @@
-"""Files of devices: the one that ``--device`` names, and the text that a measurement writes."""
+"""The text of a device's file, which a measurement writes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fusedops.terminal import files
-
 if TYPE_CHECKING:
     from fusedops.planner import Device
-
-
-def load(name: str) -> Device:
-    """Return a known device, or that of a file; whatever is wrong is the user's."""
-    from fusedops.launch.config_table import InputError
-    from fusedops.planner import load_device
-
-    try:
-        return load_device(name)
-    except InputError as error:
-        raise files.UserError(str(error)) from None
 
 
 def device_toml(device: Device, efficiency: dict[str, float], source: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.terminal import files
+from fusedops.terminal.progress import steps
 
 if TYPE_CHECKING:
     import torch
@@ -50,30 +51,27 @@ def doctor(
         if as_json and calibrate:
             raise files.UserError("--calibrate prints tables: leave it out, or --json")
     from rich.console import Console
-    from rich.rule import Rule
 
     out = Console(highlight=False, soft_wrap=True, quiet=as_json)
-    out.print(Rule("installed", align="left"))
-    _show_installed(out)
-    out.print(Rule("host", align="left"))
-    _show_host(out)
+    record = _record(devices)
+    _show_installed(out, record)
+    _show_host(out, record)
     outcomes: dict[str, list[SelftestResult]] = {}
     wrong = env.mistakes(backends.BACKENDS)
     with backends.use_backend(None) if wrong else nullcontext():
         for name in devices:
-            out.print(Rule(f"ops on {name.type}", align="left"))
             outcomes[name.type] = _show_ops(out, name)
             if calibrate:
                 from fusedops.cli import calibrate as speed
 
-                out.print(Rule(f"speed on {name.type}", align="left"))
+                out.rule(f"speed on {name.type}", align="left")
                 speed.show(out, name)
     failed = [outcome for tested in outcomes.values() for outcome in tested if outcome.failures]
     if failed:
         _show_conclusion(out, failed)
     if as_json:
         ops = {name: [asdict(outcome) for outcome in tested] for name, tested in outcomes.items()}
-        print(json.dumps(_record(devices) | {"ops": ops}, indent=1))
+        print(json.dumps(record | {"ops": ops}, indent=1))
     with files.one_line_errors():
         files.check_environment()
     if failed:
@@ -131,50 +129,47 @@ def _kernels() -> dict[str, str]:
     return states
 
 
-def _show_installed(out: Console) -> None:
+def _show_installed(out: Console, record: dict[str, Any]) -> None:
     import torch
 
-    from fusedops._core import backends, env
     from fusedops.bench import machine
 
-    versions = machine.versions()
+    out.rule("installed", align="left")
+    versions = record["versions"]
     here = machine.machine(torch.device("cpu"))
     out.print(f"  CPU            {here.name} ({here.slug})")
+    gpu = "none that this torch sees"
     if torch.cuda.is_available():
         card = machine.machine(torch.device("cuda"))
-        cuda = f"CUDA {versions['cuda']}, driver {versions['driver']}"
-        out.print(f"  GPU            {card.name}, {cuda}")
-    else:
-        out.print("  GPU            none that this torch sees")
+        gpu = f"{card.name}, CUDA {versions['cuda']}, driver {versions['driver']}"
+    out.print(f"  GPU            {gpu}")
     for package in ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel"):
         out.print(f"  {package:14} {versions.get(package, 'not installed')}")
-    for name, state in _kernels().items():
+    for name, state in record["kernels"].items():
         out.print(f"  {name:14} {state}", markup=False)
-    for name, value in env.settings().items():
+    for name, value in record["environment"].items():
         out.print(f"  {'environment':14} {name}={value}", markup=False)
-    for message in [*env.unknown(), *env.mistakes(backends.BACKENDS)]:
+    for message in record["warnings"]:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
 
 
-def _show_host(out: Console) -> None:
-    from fusedops.runtime import host
-
-    for finding in host.inspect_host():
-        if finding.good:
-            out.print(f"  [green]good[/]   {finding.setting}: {finding.state}")
-            continue
-        out.print(f"  [yellow]slow[/]   {finding.setting}: {finding.state}")
-        out.print(f"         cost: {finding.cost}", style="dim")
-        if finding.cure:
-            out.print(f"         cure: {finding.cure}")
+def _show_host(out: Console, record: dict[str, Any]) -> None:
+    out.rule("host", align="left")
+    for finding in record["host"]:
+        mark = "[green]good[/]" if finding["good"] else "[yellow]slow[/]"
+        out.print(f"  {mark}   {finding['setting']}: {finding['state']}")
+        if not finding["good"]:
+            out.print(f"         cost: {finding['cost']}", style="dim")
+            if finding["cure"]:
+                out.print(f"         cure: {finding['cure']}")
 
 
 def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     """Test every op; print what it runs on and whether it is right."""
     from fusedops.cli.selftest import check_op
     from fusedops.specs import all_specs
-    from fusedops.terminal.progress import steps
 
+    out.rule(f"ops on {device.type}", align="left")
     specs = all_specs()
     outcomes = []
     with steps(len(specs)) as progress:

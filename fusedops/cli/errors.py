@@ -44,10 +44,6 @@ def _code(error: Exception) -> int | None:
     if isinstance(error, files.UserError):
         return 2
     from fusedops.checkpoint import CheckpointError, GuardError
-    from fusedops.train import InputError
-
-    if isinstance(error, InputError):
-        return 2
     from fusedops.generation import NonFiniteLogitsError
 
     failures = CheckpointError, GuardError, NonFiniteLogitsError

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,7 +98,7 @@ def generate(
         from fusedops.generation.load import load
         from fusedops.launch.processes import initialize_distributed
 
-        with _as_mistakes():
+        with files.user_errors(ValueError, TypeError):
             options = Options(
                 tokens=_TOKENS if tokens is None else tokens,
                 temperature=temperature,
@@ -122,7 +121,7 @@ def generate(
                     step=step,
                 )
             run = _Run(loaded, prompts, stops, options, first=ranks.rank == 0)
-            with _as_mistakes():
+            with files.user_errors(ValueError, TypeError):
                 run.fit(exact=tokens is not None)
             run.log(f"{loaded.description}, {ranks.description}")
             run.show(run.generate())
@@ -163,15 +162,6 @@ def _check_texts(option: str, texts: list[str]) -> None:
 def _check_word(option: str, word: str, known: Sequence[str]) -> None:
     if word not in known:
         raise files.UserError(f"{option} must be one of {', '.join(known)}, got {word}")
-
-
-@contextmanager
-def _as_mistakes() -> Iterator[None]:
-    """Let what is wrong with options and prompts be the user's to put right."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise files.UserError(str(error)) from None
 
 
 class _Run:
@@ -232,9 +222,7 @@ class _Run:
         if alone:
             self._write(self._texts[0])
         try:
-            if alone:
-                return self._generate(texts, alone)
-            with activity(f"generating {count} texts", visible=self._first):
+            with activity(f"generating {count} texts", visible=self._first and not alone):
                 return self._generate(texts, alone)
         finally:
             if alone:  # also behind a text that an error ends

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import output
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,32 +71,21 @@ def profile(
 
     docs/observe.md explains the columns.
     """
-    from fusedops.terminal.console import console
-
     with files.one_line_errors():
-        for file in (json_file, trace_file):
-            if file not in ("", "-"):
-                files.check_writable(file)
+        output.check_outputs(json_file, trace_file)
         profiled = _read(folder)
         if trace_file and not profiled.traces:
             raise files.UserError(
                 f"--trace merges traces of torch.profiler, and {folder} has the records of a run"
             )
-        record = _record(profiled)
-        if json_file == "-":
-            print(json.dumps(record, indent=1))
-            return
-        out = console()
-        _show(profiled, worst, out)
-        if compare:
-            _compare(profiled, _read(compare), out)
-        if json_file:
-            files.write_json(Path(json_file), record)
-        if trace_file:
-            files.write_text(trace_file, json.dumps(_merged(profiled, worst)))
-        for file in (json_file, trace_file):
-            if file:
-                out.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+        def show(out: Console) -> None:
+            _show(profiled, worst, out)
+            if compare:
+                _compare(profiled, _read(compare), out)
+
+        trace = output.text_file(trace_file, lambda: json.dumps(_merged(profiled, worst)))
+        output.deliver(_record(profiled), json_file, show, trace)
 
 
 def _merged(profiled: _Profile, worst: int) -> dict[str, Any]:
@@ -110,9 +102,7 @@ def _merged(profiled: _Profile, worst: int) -> dict[str, Any]:
 
 def _read(folder: str) -> _Profile:
     """Return what a run's records show, or else the traces of a folder."""
-    from fusedops.launch.config_table import InputError
     from fusedops.profiler.timings import FOLDER, HEADER
-    from fusedops.terminal.progress import activity
 
     path = Path(folder)
     if not path.exists():
@@ -120,11 +110,8 @@ def _read(folder: str) -> _Profile:
             f"{folder} does not exist: give a run of fusedops train, or a folder of traces"
         )
     recorded = (path / FOLDER / HEADER).exists() or (path / HEADER).exists()
-    try:
-        with activity(f"reading {folder}"):
-            return _records(folder) if recorded else _traces(folder)
-    except InputError as error:
-        raise files.UserError(str(error)) from None
+    with activity(f"reading {folder}"):
+        return _records(folder) if recorded else _traces(folder)
 
 
 def _records(folder: str) -> _Profile:
@@ -135,6 +122,7 @@ def _records(folder: str) -> _Profile:
     if not timings.steps:
         notes = "".join(f" ({note})" for note in timings.notes)
         raise files.UserError(f"{folder} has no complete step yet{notes}: wait for its first step")
+    memory = memory_records(Path(folder))
     return _Profile(
         folder,
         timings.shape,
@@ -143,7 +131,7 @@ def _records(folder: str) -> _Profile:
         group_times(timings),
         find_all(timings),
         notes=timings.notes,
-        memory=_memory(Path(folder)),
+        memory=max(memory, key=lambda record: record["dynamic"], default=None),
     )
 
 
@@ -156,15 +144,15 @@ def find_all(timings: Timings) -> list[Finding]:
     return [finding for step, values in rows for finding in detector.update(step, values)]
 
 
-def _memory(run: Path) -> dict[str, Any] | None:
-    """Return what the rank that allocates most did in the recorded step, if there is one."""
+def memory_records(run: Path) -> list[dict[str, Any]]:
+    """Return what the ranks of a run allocated in the recorded step, in their order."""
     from fusedops.profiler.timings import FOLDER
 
     records = []
     for path in (run / FOLDER).glob("memory-*.json"):
         with contextlib.suppress(OSError, ValueError):  # half a file of a killed process
             records.append(json.loads(path.read_text(encoding="utf-8")))
-    return max(records, key=lambda record: record["dynamic"], default=None)
+    return sorted(records, key=lambda record: record["rank"])
 
 
 def _traces(folder: str) -> _Profile:
@@ -221,128 +209,99 @@ def _traces(folder: str) -> _Profile:
 def _show(profiled: _Profile, worst: int, out: Console) -> None:
     from fusedops.profiler.detection import listed
     from fusedops.profiler.step_table import slowest, what_if
-    from fusedops.terminal.console import print_table
 
     sizes = ", ".join(f"{name} {n}" for name, n in profiled.shape.sizes.items() if n > 1)
     steps = f", {profiled.steps} steps" if profiled.steps else ""
-    out.print(
-        f"[bold]{profiled.source}[/]: {len(profiled.ranks)} ranks ({sizes}){steps}", highlight=False
-    )
+    out.print(f"[bold]{profiled.source}[/]: {len(profiled.ranks)} ranks ({sizes}){steps}")
     shown = profiled.ranks
     factors = slowest(profiled.shape, profiled.ranks)
     if len(shown) > _MOST_ROWS:
         shown = [times for times, _ in factors[:worst]]
-    print_table(out, _rank_table(shown, {times.rank: factor for times, factor in factors}))
+    _show_ranks(shown, {times.rank: factor for times, factor in factors}, out)
     if profiled.groups:
-        print_table(out, _group_table(profiled.groups, worst))
+        _show_groups(profiled.groups, worst, out)
     if profiled.kernels:
-        print_table(out, _kernel_table(profiled.kernels))
+        _show_kernels(profiled.kernels, out)
     if profiled.memory:
-        print_table(out, _memory_table(profiled.memory))
+        _show_memory(profiled.memory, out)
     for item in what_if(profiled.shape, profiled.ranks, profiled.groups)[:worst]:
         out.print(
             f"if {item.name} {listed(item.ranks)} were as fast as the median: "
             f"{1e3 * item.seconds:.1f} ms a step, {1e3 * item.saved:.1f} ms less",
-            highlight=False,
         )
     for finding in profiled.findings:
         style = "red" if finding.severe else "yellow"
-        out.print(f"step {finding.step}: {finding}", style=style, highlight=False, markup=False)
+        out.print(f"step {finding.step}: {finding}", style=style, markup=False)
     if profiled.steps and not profiled.findings:
-        out.print("no rank, stage or link stands out", style="green", highlight=False)
+        out.print("no rank, stage or link stands out", style="green")
     for note in profiled.notes:
-        out.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+        out.print(f"note: {note}", style="yellow", markup=False)
 
 
-def _rank_table(ranks: Sequence[RankTimes], factors: dict[int, float]) -> Any:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns
-
-    table = Table(
-        *number_columns("rank", "stage", "step", "computing", "communication"),
-        *number_columns("not overlapped", "bubble", "preparing", "free", "by its peers"),
-        header_style="bold",
-        title="ms of a step",
+def _show_ranks(ranks: Sequence[RankTimes], factors: dict[int, float], out: Console) -> None:
+    sections = ["step", "computing", "communication", "not_overlapped", "bubble", "preparing"]
+    sections.append("free")
+    cells = (
+        (
+            times.rank,
+            times.stage,
+            *(f"{1e3 * getattr(times, name):.1f}" for name in sections),
+            f"{factors[times.rank]:.2f}x",
+        )
+        for times in ranks
     )
-    for times in ranks:
-        values = [times.step, times.computing, times.communication, times.not_overlapped]
-        values += [times.bubble, times.preparing, times.free]
-        milliseconds = (f"{1e3 * value:.1f}" for value in values)
-        factor = f"{factors[times.rank]:.2f}x"
-        table.add_row(str(times.rank), str(times.stage), *milliseconds, factor)
-    return table
+    names = (name.replace("_", " ") for name in sections)
+    columns = number_columns("rank", "stage", *names, "by its peers")
+    show_table(out, columns, cells, title="ms of a step")
 
 
-def _group_table(groups: Sequence[GroupTimes], worst: int) -> Any:
-    from rich.table import Table
-
+def _show_groups(groups: Sequence[GroupTimes], worst: int, out: Console) -> None:
     from fusedops.profiler.detection import listed
-    from fusedops.terminal.console import number_columns
 
-    figures = number_columns("MB of a rank", "ms", "MB/s")
-    table = Table("group", "ranks", *figures, header_style="bold", title="transfers of a step")
+    cells = []
     for kind in dict.fromkeys(group.kind for group in groups):
         of_kind = sorted((g for g in groups if g.kind == kind), key=lambda group: -group.seconds)
         for group in of_kind[:worst]:
-            table.add_row(
-                kind,
-                listed(group.ranks),
-                f"{group.bytes / 1e6:.2f}",
-                f"{1e3 * group.seconds:.2f}",
-                f"{group.bandwidth / 1e6:,.0f}",
-            )
-    return table
+            figures = f"{group.bytes / 1e6:.2f}", f"{1e3 * group.seconds:.2f}"
+            cells.append((kind, listed(group.ranks), *figures, f"{group.bandwidth / 1e6:,.0f}"))
+    columns = ("group", "ranks", *number_columns("MB of a rank", "ms", "MB/s"))
+    show_table(out, columns, cells, title="transfers of a step")
 
 
-def _kernel_table(kernels: dict[str, tuple[float, int]]) -> Any:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns
-
-    figures = number_columns("ms", "share", "calls")
-    table = Table("kernel", *figures, header_style="bold", title="all ranks and steps")
+def _show_kernels(kernels: dict[str, tuple[float, int]], out: Console) -> None:
     total = sum(seconds for seconds, _ in kernels.values())
-    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:_KERNELS]
-    for name, (seconds, calls) in longest:
+    cells = []
+    for name, (seconds, calls) in sorted(kernels.items(), key=lambda item: -item[1][0]):
         share = f"{100 * seconds / total:.1f} %" if total else "-"
-        table.add_row(name[:60], f"{1e3 * seconds:.1f}", share, str(calls))
-    return table
+        cells.append((name[:60], f"{1e3 * seconds:.1f}", share, calls))
+    columns = ("kernel", *number_columns("ms", "share", "calls"))
+    show_table(out, columns, cells[:_KERNELS], title="all ranks and steps")
 
 
-def _memory_table(record: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns
-
+def _show_memory(record: dict[str, Any], out: Console) -> None:
     layers: dict[str, dict[str, int]] = record["layers"]
     kinds = list(dict.fromkeys(kind for sizes in layers.values() for kind in sizes))
+    cells = (
+        (layer or "(outside)", *(f"{sizes.get(kind, 0) / 2**20:.1f}" for kind in kinds))
+        for layer, sizes in layers.items()
+    )
     title = f"MiB at the peak of step {record['step']}, rank {record['rank']}"
-    table = Table("layer", *number_columns(*kinds), header_style="bold", title=title)
-    for layer, sizes in layers.items():
-        figures = (f"{sizes.get(kind, 0) / 2**20:.1f}" for kind in kinds)
-        table.add_row(layer or "(outside)", *figures)
-    return table
+    show_table(out, ("layer", *number_columns(*kinds)), cells, title=title)
 
 
 def _compare(first: _Profile, second: _Profile, out: Console) -> None:
     """Print how the mean step of two runs differs, column by column."""
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
-    figures = number_columns(first.source, second.source, "difference", "factor")
-    table = Table("mean of the ranks, ms", *figures, header_style="bold")
+    cells = []
     for name in list(asdict(first.ranks[0]))[2:]:
         here, there = (
             1e3 * sum(getattr(times, name) for times in profiled.ranks) / len(profiled.ranks)
             for profiled in (first, second)
         )
+        figures = f"{here:.1f}", f"{there:.1f}", f"{here - there:+.1f}"
         factor = f"{here / there:.2f}x" if there else "-"
-        table.add_row(
-            name.replace("_", " "), f"{here:.1f}", f"{there:.1f}", f"{here - there:+.1f}", factor
-        )
-    print_table(out, table)
+        cells.append((name.replace("_", " "), *figures, factor))
+    columns = number_columns(first.source, second.source, "difference", "factor")
+    show_table(out, ("mean of the ranks, ms", *columns), cells)
 
 
 def _record(profiled: _Profile) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from fusedops.terminal import files
+from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
     import http.server
@@ -39,8 +40,6 @@ def report(
 
     docs/observe.md has pictures of it.
     """
-    from fusedops.terminal.progress import activity
-
     with files.one_line_errors():
         record = files.read_json(Path(plan)) if plan else None
         if plan and not _is_plan(record):
@@ -56,8 +55,10 @@ def report(
             return
         file = Path(out or Path(run) / _FILE)
         files.check_writable(str(file))
+        from fusedops.cli.report_page import page
+
         with activity(f"reading {run}"):
-            text = _page(run, record)
+            text = page(run, record)
         files.write_text(str(file), text)
         print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
 
@@ -65,16 +66,6 @@ def report(
 def _is_plan(record: Any) -> bool:
     layouts = record.get("layouts") if isinstance(record, dict) else None
     return isinstance(layouts, list) and all(isinstance(row, dict) for row in layouts)
-
-
-def _page(run: str, plan: dict[str, Any] | None) -> str:
-    from fusedops.cli.report_page import page
-    from fusedops.launch.config_table import InputError
-
-    try:
-        return page(run, plan)
-    except InputError as error:
-        raise files.UserError(str(error)) from None
 
 
 def make_server(
@@ -92,6 +83,8 @@ def make_server(
     import http.server
     from html import escape
 
+    from fusedops.cli.report_page import page
+
     names = [host, "localhost", socket.gethostname(), socket.getfqdn()]
     names = [name.lower() for name in names]
 
@@ -104,7 +97,7 @@ def make_server(
                 self.send_error(404, "only the page of the run is served, at /")
                 return
             try:
-                status, text = 200, _page(run, plan)
+                status, text = 200, page(run, plan)
             except files.UserError as error:
                 status, text = 503, f"<!doctype html><title>waiting</title><p>{escape(str(error))}"
             body = text.encode()

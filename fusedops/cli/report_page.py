@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusedops.cli.profile import find_all
+from fusedops.cli.profile import find_all, memory_records
 from fusedops.launch.config_table import InputError
 from fusedops.profiler.detection import listed
 from fusedops.profiler.step_table import GroupTimes, group_times, rank_times, slowest
@@ -68,12 +68,11 @@ def page(run: str | Path, plan: dict[str, Any] | None = None) -> str:
 def page_data(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the page of a run shows; arguments as of ``page``."""
     lines = _metrics(folder / METRICS)
-    timings, groups = None, []
-    if (folder / FOLDER / HEADER).exists():
-        recorded = read_timings(folder)
-        timings = recorded if recorded.steps else None
-    if timings is not None:
-        groups = group_times(timings)
+    recorded = (folder / FOLDER / HEADER).exists()
+    timings = read_timings(folder) if recorded else None
+    if timings is not None and not timings.steps:
+        timings = None
+    groups = group_times(timings) if timings else []
     return {
         "overview": _overview(lines, timings),
         "metrics": _curves(lines),
@@ -211,15 +210,9 @@ def _packed(timings: Timings) -> dict[str, Any]:
 
 def _step_memory(folder: Path) -> dict[str, Any] | None:
     """Return what ranks allocated in the recorded step, by layer and kind, in MiB."""
-    records = []
-    for path in (folder / FOLDER).glob("memory-*.json"):
-        try:
-            records.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # half a file of a killed process
-            continue
+    records = memory_records(folder)
     if not records:
         return None
-    records.sort(key=lambda record: record["rank"])
     return {
         "kinds": list(MEMORY_KINDS),
         "ranks": [
@@ -245,18 +238,12 @@ def _step_memory(folder: Path) -> dict[str, Any] | None:
 
 
 def _ranks(timings: Timings) -> list[list[str]]:
-    ranks = rank_times(timings)
-    return [
-        [
-            str(times.rank),
-            str(times.stage),
-            f"{1e3 * times.step:.2f}",
-            f"{1e3 * times.own:.2f}",
-            f"{1e3 * times.not_overlapped:.2f}",
-            f"{factor:.2f}x",
-        ]
-        for times, factor in slowest(timings.shape, ranks)
-    ]
+    rows = []
+    for times, factor in slowest(timings.shape, rank_times(timings)):
+        seconds = (times.step, times.own, times.not_overlapped)
+        figures = [f"{1e3 * value:.2f}" for value in seconds]
+        rows.append([str(times.rank), str(times.stage), *figures, f"{factor:.2f}x"])
+    return rows
 
 
 def _groups(groups: list[GroupTimes]) -> list[list[str]]:

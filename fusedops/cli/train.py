@@ -25,7 +25,7 @@ from fusedops.terminal import files
 from fusedops.terminal.progress import activity, make_bar
 
 if TYPE_CHECKING:
-    from fusedops.train import TrainResult
+    from fusedops.train import ProgressLines, TrainResult
     from fusedops.train.builder import Run
 
 
@@ -169,7 +169,7 @@ def _train(config: str, overrides: list[str], stop_code: int) -> None:
             raise
         print_message(f"fusedops: error: {message}")
         raise SystemExit(1) from None
-    if progress.began:
+    if progress.run is not None:
         print_message(_ending(result))
     if not result.finished and stop_code:
         raise SystemExit(stop_code)
@@ -190,10 +190,9 @@ class _ProgressPrinter:
     """A progress bar on a terminal, else a line each ``log.every`` steps."""
 
     def __init__(self) -> None:
-        self.began = False
         self.run: Run | None = None
-        self._every, self._steps = 1, 0
         self._preparation = ExitStack()
+        self._lines: ProgressLines
         self._bar: Any = None
 
     def __enter__(self) -> _ProgressPrinter:
@@ -210,28 +209,28 @@ class _ProgressPrinter:
     def begin(self, run: Run) -> None:
         """Tell what is trained, and from which step it resumes."""
         from fusedops.cli import train_memory
-        from fusedops.train import progress
+        from fusedops.train import ProgressLines
 
         self._preparation.close()
-        self.began, self.run = True, run
+        self.run, self._lines = run, ProgressLines()
         warning = train_memory.check_memory(run)
-        self._every, self._steps = run.config.log.every, run.config.steps
-        for line in (*progress.beginning(run), *([warning] if warning else [])):
-            print_message(line)
+        self._lines.begin(run)
+        if warning:
+            print_message(warning)
         if not sys.stderr.isatty():
             return
         from rich.progress import TimeRemainingColumn
 
         self._bar = make_bar(TimeRemainingColumn())
-        self._bar.add_task("", total=self._steps, completed=run.step)
+        self._bar.add_task("", total=run.config.steps, completed=run.step)
         self._bar.start()
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Print the figures of a step."""
-        from fusedops.train import progress
+        from fusedops.train.progress import figures
 
-        step, figures = record["step"], progress.figures(record)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=figures)
-        elif progress.is_shown(record, self._every, self._steps):
-            print_message(f"step {step}/{self._steps}  {figures}")
+        if self._bar is None:
+            self._lines.show(record)
+            return
+        (task,) = self._bar.task_ids
+        self._bar.update(task, completed=record["step"], description=figures(record))

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fusedops._core import checks
+from fusedops.terminal.files import UserError
 
 T = TypeVar("T")
 
 
-class InputError(ValueError):
+class InputError(UserError, ValueError):
     """What the user gave cannot be trained with; the message is a sentence that says why."""
 
 

@@ -33,6 +33,15 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of some types into a ``UserError`` with the same message."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(str(error)) from None
+
+
 def check_environment() -> None:
     """Raise unless every variable of the environment that ops obey has a value that means one.
 

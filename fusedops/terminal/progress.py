@@ -37,6 +37,11 @@ class Steps:
         seconds = time.perf_counter() - self._start
         print(f"[{self._done}/{self._total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
+    def done(self, what: str) -> None:
+        """Show that a step is done, and which."""
+        self.describe(what)
+        self.advance()
+
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Steps]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from bench_records import invoke
 
 import fusedops
 from fusedops._core.architecture import cpu_slug
-from fusedops.bench.cases import tiny_sample
+from fusedops.bench.cases import tiny_sample, ulps
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import BenchRecord, load_json
@@ -387,3 +388,9 @@ def test_every_op_has_a_tiny_sample_for_the_host_overhead() -> None:
 )
 def test_cpu_has_a_slug(info: dict[str, str], slug: str) -> None:
     assert cpu_slug(info) == slug
+
+
+def test_an_element_that_is_no_number_is_the_largest_error() -> None:
+    truth = torch.ones(2, dtype=torch.float64)
+    largest, mean = ulps([torch.tensor([float("nan"), 1.0]), torch.ones(2)], [truth, truth])
+    assert math.isnan(largest) and math.isnan(mean)

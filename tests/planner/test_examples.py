@@ -11,7 +11,7 @@ import pytest
 
 from fusedops import checkpoint, models, planner
 from fusedops.planner import search
-from fusedops.terminal import sizes
+from fusedops.terminal import sizes, svg
 
 PUBLIC = [(module, name) for module in (planner, models, checkpoint) for name in module.__all__]
 
@@ -30,7 +30,7 @@ def test_public_names_are_documented(module: ModuleType, name: str) -> None:
         assert any(word in documentation for word in ("Args:", "Attributes:", "Raises:"))
 
 
-@pytest.mark.parametrize("module", [search, sizes, planner, models, checkpoint])
+@pytest.mark.parametrize("module", [search, sizes, svg, planner, models, checkpoint])
 def test_examples_run(module: ModuleType) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     found = [module, *(getattr(module, name) for name in getattr(module, "__all__", ()))]

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
+from first_gpu.figure_list import FIGURES, FORWARD, Figure
 from first_gpu.plugin import error_of_context
-from fusedops.bench.cases import variant_of
-from fusedops.bench.contenders import Contender, ContenderCall, backend_of, reason_against
+from fusedops.bench.cases import least_work, variants_of
+from fusedops.bench.contenders import Contender, ContenderCall, admitted, backend_of, error_line
 from fusedops.bench.limits import LeastWork, Limit, Limits, measure_limits
 from fusedops.optim import AdamW
 from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
-from fusedops.specs import BenchCase, Sample, Spec, all_specs
+from fusedops.specs import Sample, Spec, all_specs
 
 OURS = "fusedops"
 DTYPE = torch.bfloat16
@@ -65,9 +65,8 @@ def measured(
         else:
             rows = measure_op(figure, device, clock, limits, backend)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        text = traceback.format_exc()[-4096:]
-        return {"outcome": "failed", "error": error_of_context() or reason, "text": text}
+        reason, text = error_of_context() or error_line(error), traceback.format_exc()[-4096:]
+        return {"outcome": "failed", "error": reason, "text": text}
     return {"outcome": "passed", "rows": [{**row, "figure": figure.name} for row in rows]}
 
 
@@ -98,27 +97,19 @@ def measure_op(
     case = spec.bench_case(*figure.sizes, **figure.options)
     sample = _with_slopes(case.make(device, DTYPE)) if figure.alibi else case.make(device, DTYPE)
     call = ContenderCall.of(replace(spec, eager=spec.op), sample)
-    able, notes = [], []
-    for rival in [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]:
-        reason = reason_against(rival, call, backward=False)
-        if reason is None and call.leaves and set(figure.directions) != {FORWARD}:
-            without = reason_against(rival, call, backward=True)
-            rival = replace(rival, trains=without is None)
-            notes += [f"{rival.name} is forward only: {without}"] if without else []
-        if reason is None:
-            able.append(rival)
-        elif rival.name == OURS:
-            raise RuntimeError(f"ours does not run: {reason}")
-        else:
-            notes.append(f"no {rival.name}: {reason}")
-    ran = backend_of(able[0], call)
+    notes: list[str] = []
+    backward = set(figure.directions) != {FORWARD}
+    candidates = [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]
+    passed = [admitted(candidate, call, notes, backward=backward) for candidate in candidates]
+    if passed[0] is None:
+        raise RuntimeError(f"ours does not run: {notes[0]}")
+    able = [contender for contender in passed if contender]
+    ran = backend_of(passed[0], call)
     rows = []
     for direction in figure.directions:
-        there = [each for each in able if direction == FORWARD or each.trains]
-        synced = device if figure.host else None
-        variants = [variant_of(each, call, direction, synced=synced) for each in there]
+        variants = variants_of(able, call, direction, synced=device if figure.host else None)
         timing = measure(variants, CpuClock() if figure.host else clock, _PLAN)
-        work = None if figure.host else _work(case, direction, limits)
+        work = None if figure.host else least_work(case, direction, DTYPE, limits)
         rows.append(_row(figure, direction, timing, work, ran, "; ".join(notes)))
     return rows
 
@@ -209,17 +200,6 @@ def _with_slopes(sample: Sample) -> Sample:
     heads = query.shape[1]
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=query.device) / heads)
     return replace(sample, kwargs={**sample.kwargs, "alibi_slopes": slopes})
-
-
-def _work(case: BenchCase, direction: str, limits: Limits) -> LeastWork:
-    forward = (case.bytes_forward(DTYPE), case.flops_forward)
-    backward = (case.bytes_backward(DTYPE), case.flops_backward)
-    parts: Sequence[tuple[int, int]] = [forward, backward]
-    if direction == FORWARD:
-        parts = [forward]
-    elif direction == BACKWARD:
-        parts = [backward]
-    return LeastWork.of(parts, str(DTYPE).removeprefix("torch."), limits)
 
 
 def _row(

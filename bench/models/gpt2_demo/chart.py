@@ -78,40 +78,27 @@ def _losses_by_time(axes: Axes, comparison: Comparison) -> None:
 
 
 def _speeds(axes: Axes, results: Results) -> None:
-    """Draw a bar per dtype, model and allocator, the value beside it."""
-    untuned = {each.dtype: each for each in results.untuned}
-    bars: list[tuple[str, float, str]] = []
+    """Draw a bar per dtype, model and allocator, with its value."""
+    untuned = {comparison.dtype: comparison for comparison in results.untuned}
     ticks: list[tuple[float, str]] = []
-    position, positions = 0.0, []
+    position = 0.0
     for tuned in results.tuned:
-        rows = []
+        rows = [
+            ("stock", tuned.tokens_per_second("stock"), STOCK),
+            ("fusedops", tuned.tokens_per_second("fusedops"), FUSED),
+        ]
         if tuned.dtype in untuned:
             system = untuned[tuned.dtype].tokens_per_second("stock")
-            rows.append(("stock, system allocator", system, STOCK_LIGHT))
-        rows.append(("stock", tuned.tokens_per_second("stock"), STOCK))
-        rows.append(("fusedops", tuned.tokens_per_second("fusedops"), FUSED))
+            rows.insert(0, ("stock, system allocator", system, STOCK_LIGHT))
         ticks.append((position + (len(rows) - 1) / 2, tuned.dtype))
-        for row in rows:
-            bars.append(row)
-            positions.append(position)
+        for label, value, colour in rows:
+            bar = axes.barh(position, value, color=colour)
+            axes.bar_label(bar, [f" {label}  {value:,.0f}"], fontsize=9)
             position += 1
         position += 0.6
-    axes.barh(positions, [value for _, value, _ in bars], color=[colour for *_, colour in bars])
-    longest = max(value for _, value, _ in bars)
-    for y, (label, value, _) in zip(positions, bars, strict=True):
-        inside = value > 0.45 * longest
-        axes.text(
-            value - 0.015 * longest if inside else value + 0.015 * longest,
-            y,
-            f"{label}  {value:,.0f}",
-            va="center",
-            ha="right" if inside else "left",
-            fontsize=9,
-            color="white" if inside and "system" not in label else "black",
-        )
     axes.set_yticks([at for at, _ in ticks], [dtype for _, dtype in ticks])
     axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.02)
+    axes.margins(x=0.6)  # for the labels
     _plain(axes, "training speed", "tokens per second", "")
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)

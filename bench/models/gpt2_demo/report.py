@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from fusedops.terminal.console import number_columns, show_table
 
 from .half_memory import Half
+from .options import DTYPES
 from .training import COMPARED, Comparison, Settings
 
 # Relative difference of a step's loss in float32 over the first COMPARED steps.
@@ -66,7 +68,7 @@ def losses_agree(results: Results) -> bool:
 def print_report(results: Results, console: Console) -> None:
     """Print the tables, the replaced modules and the sample."""
     settings = results.settings
-    console.print(_speed_table(results))
+    _show_speeds(results, console)
     console.print(
         f"GPT-2 with {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads, "
         f"{results.parameters / 1e6:.1f} M parameters; batches of {settings.batch_size} x "
@@ -74,17 +76,15 @@ def print_report(results: Results, console: Console) -> None:
         "Speed: median step of contenders that take turns. Memory: all tensors at the peak.",
         style="dim",
     )
-    console.print(_loss_table(results))
+    _show_losses(results, console)
     if results.half is not None:
-        console.print(_memory_table(results.half, results.tuned[0].dtype))
+        _show_memory(results.half, results.tuned[0].dtype, console)
     report = next((c.reports["fusedops"] for c in results.tuned if c.reports), None)
     if report is not None:
         console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    measured = [("system", each) for each in results.untuned]
-    measured += [(results.allocator, each) for each in results.tuned]
     disturbed = [
         f"{each.dtype} {name} ({allocator} allocator)"
-        for allocator, each in measured
+        for allocator, each in _by_allocator(results)
         for name in each.losses
         if not each.timing.trusted(name) or each.timing.spread(name).iqr_share > 0.1
     ]
@@ -99,67 +99,55 @@ def print_report(results: Results, console: Console) -> None:
         console.rule()
 
 
-def _speed_table(results: Results) -> Table:
-    table = Table(title="Training speed, stock and fusedops")
-    table.add_column("dtype")
-    table.add_column("model")
-    table.add_column("allocator")
-    for heading in ("tokens/s", "ms/step", "speed-up", "peak memory"):
-        table.add_column(heading, justify="right")
-    untuned = {each.dtype: each for each in results.untuned}
-    for tuned in results.tuned:
-        rows = [("system", untuned.get(tuned.dtype)), (results.allocator, tuned)]
-        for allocator, each in rows:
-            if each is None:
-                continue
-            for name in each.losses:
-                spread = each.timing.spread(name)
-                memory = each.peak_memory.get(name)
-                fused = name == "fusedops"
-                table.add_row(
-                    each.dtype,
+def _by_allocator(results: Results) -> list[tuple[str, Comparison]]:
+    """Return all comparisons with their allocators, those of the system's first."""
+    measured = [("system", comparison) for comparison in results.untuned]
+    return measured + [(results.allocator, comparison) for comparison in results.tuned]
+
+
+def _show_speeds(results: Results, console: Console) -> None:
+    cells = []
+    for allocator, comparison in sorted(
+        _by_allocator(results), key=lambda pair: DTYPES.index(pair[1].dtype)
+    ):
+        for name in comparison.losses:
+            spread = comparison.timing.spread(name)
+            memory = comparison.peak_memory.get(name)
+            cells.append(
+                (
+                    comparison.dtype,
                     name,
                     allocator,
-                    f"{each.tokens_per_second(name):,.0f}",
+                    f"{comparison.tokens_per_second(name):,.0f}",
                     f"{spread.median * 1e3:.0f} ({spread.q1 * 1e3:.0f}-{spread.q3 * 1e3:.0f})",
-                    f"{speed_up(each):.2f}x" if fused else "1",
+                    f"{speed_up(comparison):.2f}x" if name == "fusedops" else "1",
                     f"{memory / 2**20:.0f} MiB" if memory else "",
-                    style="bold" if fused and each is tuned else "",
                 )
-        table.add_section()
-    return table
+            )
+    figures = number_columns("tokens/s", "ms/step", "speed-up", "peak memory")
+    title = "Training speed, stock and fusedops"
+    show_table(console, ("dtype", "model", "allocator", *figures), cells, title=title)
 
 
-def _loss_table(results: Results) -> Table:
-    table = Table(title="Losses")
-    table.add_column("dtype")
-    for heading in (
-        "steps",
-        "validation stock",
-        "validation fusedops",
-        f"largest difference, steps 1-{COMPARED}",
-        "all steps",
-    ):
-        table.add_column(heading, justify="right")
-    for each in results.tuned:
-        table.add_row(
-            each.dtype,
-            str(len(each.losses["stock"])),
-            *(f"{each.validation_losses[name]:.4f}" for name in ("stock", "fusedops")),
-            f"{largest_difference(each, COMPARED):.1e}",
-            f"{largest_difference(each):.1e}",
+def _show_losses(results: Results, console: Console) -> None:
+    first = f"largest difference, steps 1-{COMPARED}"
+    cells = (
+        (
+            comparison.dtype,
+            len(comparison.losses["stock"]),
+            *(f"{comparison.validation_losses[name]:.4f}" for name in ("stock", "fusedops")),
+            f"{largest_difference(comparison, COMPARED):.1e}",
+            f"{largest_difference(comparison):.1e}",
         )
-    return table
+        for comparison in results.tuned
+    )
+    figures = ("steps", "validation stock", "validation fusedops", first, "all steps")
+    show_table(console, ("dtype", *number_columns(*figures)), cells, title="Losses")
 
 
-def _memory_table(half: Half, dtype: str) -> Table:
-    table = Table(title="The same model, its blocks computed again in the backward")
-    table.add_column("dtype")
-    table.add_column("model")
-    for heading in ("activations", "tokens/s", "loss of the last step", "losses"):
-        table.add_column(heading, justify="right")
-    for name, nbytes in half.activations.items():
-        table.add_row(
+def _show_memory(half: Half, dtype: str, console: Console) -> None:
+    cells = (
+        (
             dtype,
             name,
             f"{nbytes / 2**20:.1f} MiB",
@@ -167,21 +155,25 @@ def _memory_table(half: Half, dtype: str) -> Table:
             f"{half.losses[name]:.6f}",
             "equal to the bit" if half.same_losses else "DIFFERENT",
         )
-    return table
+        for name, nbytes in half.activations.items()
+    )
+    figures = number_columns("activations", "tokens/s", "loss of the last step", "losses")
+    title = "The same model, its blocks computed again in the backward"
+    show_table(console, ("dtype", "model", *figures), cells, title=title)
 
 
 def as_json(results: Results) -> dict[str, Any]:
     """Return everything that was found, ready for ``json.dumps``."""
-    rows = []
-    for allocator, comparisons in (("system", results.untuned), (results.allocator, results.tuned)):
-        for comparison in comparisons:
-            rows += [_row(comparison, name, allocator) for name in comparison.losses]
     return {
         "corpus": results.corpus,
         "parameters": results.parameters,
         "settings": asdict(results.settings),
         "tuning": results.tuning.splitlines(),
-        "rows": rows,
+        "rows": [
+            _row(comparison, name, allocator)
+            for allocator, comparison in _by_allocator(results)
+            for name in comparison.losses
+        ],
         "comparisons": [
             {
                 "dtype": each.dtype,

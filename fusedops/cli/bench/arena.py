@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import csv
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli.bench import options
+from fusedops.cli import output
+from fusedops.cli.bench import models, options
 from fusedops.terminal import files
+from fusedops.terminal.console import DISTURBED, number_columns, show_table
+from fusedops.terminal.progress import steps
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.bench.arena_step import ArenaStepRow
     from fusedops.memory.arena import Placement
 
 _COLUMNS = ("lower", "upper", "size")
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one of the two modes gives."""
+
+    record: dict[str, Any]
+    show: Callable[[Console], None]
+    title: str  # of the picture
+    boxes: Sequence[tuple[int, int, int, int]]  # of it: begin, end, first and last offset
+    same_bits: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,52 +82,27 @@ def arena(
     with the system's allocator, in fresh processes. docs/memory.md.
     """
     with files.one_line_errors():
-        options.check_outputs((json_file, svg_file), None)
+        output.check_outputs(json_file, svg_file)
         if step == bool(sources):
             raise files.UserError("fusedops bench arena needs either FILES or --step")
         if step:
-            _time_steps(
-                family,
-                dtype,
-                (hidden, layers, tokens),
-                seconds,
-                threads,
-                processes,
-                patched,
-                json_file,
-                svg_file,
-            )
-            return
-        from fusedops.terminal.progress import steps
-
-        rows = []
-        with steps(len(sources or ())) as progress, options.sigterm_interrupts():
-            for source in sources or ():
-                progress.describe(source.name)
-                rows.append(_placed(source, capacity, alignment, seconds))
-                progress.advance()
-        _show(rows)
-        if json_file is not None:
-            files.write_json(json_file, {"rows": [_record(row) for row in rows]})
-        if svg_file is not None:
-            first = rows[0]
-            times = zip(first.buffers["lower"], first.buffers["upper"], strict=True)
-            spans = zip(first.placement.offsets, first.buffers["size"], strict=True)
-            boxes = [
-                (begin, end, offset, offset + size)
-                for (begin, end), (offset, size) in zip(times, spans, strict=True)
-            ]
-            text = f"{first.name}: {first.placement.height} bytes, bound {first.placement.bound}"
-            _draw(svg_file, text, boxes)
+            sizes = (hidden, layers, tokens)
+            result = _steps(family, dtype, sizes, seconds, threads, processes, patched)
+        else:
+            result = _placements(sources or [], capacity, alignment, seconds)
+        picture = output.text_file(svg_file, partial(_picture, result))
+        output.deliver(result.record, json_file, result.show, picture)
+    if not result.same_bits:
+        raise typer.Exit(1)
 
 
-def _draw(path: Path, title: str, boxes: Sequence[tuple[int, int, int, int]]) -> None:
+def _picture(result: _Result) -> str:
     from fusedops.bench.svg import rectangles
 
-    files.write_text(path, rectangles(title, boxes))
+    return rectangles(result.title, result.boxes)
 
 
-def _time_steps(
+def _steps(
     family: str,
     dtype: str,
     sizes: tuple[int, int, str],
@@ -119,77 +110,73 @@ def _time_steps(
     threads: int,
     processes: int,
     patched: bool,
-    json_file: Path | None,
-    svg_file: Path | None,
-) -> None:
+) -> _Result:
     """Time a training step with and without an arena."""
     from fusedops.bench import arena_step, machine
     from fusedops.bench.model_zoo import FAMILIES
-    from fusedops.bench.results import now
-    from fusedops.cli.bench import models
-    from fusedops.terminal.console import console
 
     conditions = options.conditions(dtype, "cpu", seconds, threads, "system")
     options.words(family, FAMILIES, "family")
     dtypes = conditions.set_up()
     if len(dtypes) != 1:
         raise files.UserError(f"--step needs one dtype, got {dtype}")
+    size = models.model_size(*sizes, 1)
     settings = arena_step.ArenaStepSettings(
-        family,
-        models.model_size(*sizes, 1),
-        dtypes[0],
-        seconds,
-        threads,
-        processes,
-        patched,
+        family, size, dtypes[0], seconds, threads, processes, patched
     )
     with options.sigterm_interrupts():
         rows = arena_step.run(settings)
-    _show_steps(rows, arena_step.median_speedup(rows))
-    console().print(str(rows[0].report), style="dim", highlight=False)
-    if json_file is not None:
-        record = {
-            "machine": machine.describe(conditions.device),
-            "versions": machine.versions(),
-            "git": machine.git_commit(),
-            "settings": {
-                "family": family,
-                "dtype": dtype,
-                "size": settings.size.label,
-                "patched": patched,
-            },
-            "rows": [asdict(row) for row in rows],
-            "speedup": arena_step.median_speedup(rows),
-            "created": now(),
-        }
-        files.write_json(json_file, record)
-    if svg_file is not None:
-        report = rows[0].report
-        title = f"{settings.family} {settings.size.label}: {report.block_bytes} bytes"
-        _draw(svg_file, f"{title}, bound {report.bound_bytes}", report.boxes)
-    if not all(row.same_bits for row in rows):
-        raise typer.Exit(1)
+    speedup, report = arena_step.median_speedup(rows), rows[0].report
+    given = {"family": family, "dtype": dtype, "size": size.label, "patched": patched}
+    record = {"settings": given, "rows": [asdict(row) for row in rows], "speedup": speedup}
+    return _Result(
+        machine.provenance(conditions.device) | record,
+        partial(_show_steps, rows, speedup),
+        f"{family} {size.label}: {report.block_bytes} bytes, bound {report.bound_bytes}",
+        report.boxes,
+        all(row.same_bits for row in rows),
+    )
 
 
-def _show_steps(rows: Sequence[ArenaStepRow], speedup: float) -> None:
-    from rich.table import Table
-
-    from fusedops.bench.table import DISTURBED
-    from fusedops.terminal.console import console, number_columns, print_table
-
+def _show_steps(rows: Sequence[ArenaStepRow], speedup: float, out: Console) -> None:
     names = ("plain ms", "arena ms", "plain / arena", "quartiles", "block / bound", "bits")
-    table = Table("process", *number_columns(*names), header_style="bold")
-    for number, row in enumerate(rows, 1):
-        figures = [f"{row.plain_ms:.1f}", f"{row.arena_ms:.1f}", f"{row.speedup:.2f}"]
-        table.add_row(
-            str(number),
-            *(figures if row.trusted else (DISTURBED, "-", "-")),
-            f"{row.speedup_q1:.2f}-{row.speedup_q3:.2f}" if row.trusted else "-",
-            f"{row.report.block_bytes / max(row.report.bound_bytes, 1):.4f}",
-            "same" if row.same_bits else "OTHER",
-        )
-    print_table(console(), table)
-    console().print(f"median of {len(rows)} processes: {speedup:.2f}", highlight=False)
+    columns = ("process", *number_columns(*names))
+    show_table(out, columns, ((number, *_cells(row)) for number, row in enumerate(rows, 1)))
+    out.print(f"median of {len(rows)} processes: {speedup:.2f}")
+    out.print(str(rows[0].report), style="dim")
+
+
+def _cells(row: ArenaStepRow) -> list[str]:
+    times = [DISTURBED, "-", "-", "-"]
+    if row.trusted:
+        times = [f"{row.plain_ms:.1f}", f"{row.arena_ms:.1f}", f"{row.speedup:.2f}"]
+        times.append(f"{row.speedup_q1:.2f}-{row.speedup_q3:.2f}")
+    share = row.report.block_bytes / max(row.report.bound_bytes, 1)
+    return [*times, f"{share:.4f}", "same" if row.same_bits else "OTHER"]
+
+
+def _placements(
+    sources: Sequence[Path], capacity: int | None, alignment: int, seconds: float
+) -> _Result:
+    """Place the buffers of each file."""
+    rows = []
+    with steps(len(sources)) as progress, options.sigterm_interrupts():
+        for source in sources:
+            progress.describe(source.name)
+            rows.append(_placed(source, capacity, alignment, seconds))
+            progress.advance()
+    first = rows[0]
+    columns = (first.buffers["lower"], first.buffers["upper"], first.placement.offsets)
+    boxes = [
+        (begin, end, offset, offset + size)
+        for begin, end, offset, size in zip(*columns, first.buffers["size"], strict=True)
+    ]
+    return _Result(
+        {"rows": [_record(row) for row in rows]},
+        partial(_show, rows),
+        f"{first.name}: {first.placement.height} bytes, bound {first.placement.bound}",
+        boxes,
+    )
 
 
 def _placed(source: Path, capacity: int | None, alignment: int, seconds: float) -> _Row:
@@ -211,49 +198,33 @@ def _placed(source: Path, capacity: int | None, alignment: int, seconds: float) 
 
 def _read(source: Path) -> dict[str, list[int]]:
     """Return the columns of a file."""
-    try:
-        with source.open(newline="") as file:
-            lines = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise files.UserError(f"{source} cannot be read: {error}; check the path") from None
+    from fusedops.bench.tables import load_rows
+
     columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
-    for number, line in enumerate(lines, 2):
-        for name in _COLUMNS:
+    for number, row in enumerate(load_rows(source), 2):
+        for name, column in columns.items():
+            text = row.get(name)
             try:
-                columns[name].append(int(line[name]))
-            except (KeyError, TypeError, ValueError):
-                text = line.get(name)
+                column.append(int(text or ""))
+            except ValueError:
                 raise files.UserError(
                     f"{source}, line {number}: {name} must be an integer, got {text!r}; the first "
                     "line must be id,lower,upper,size"
                 ) from None
-    if not lines:
-        raise files.UserError(
-            f"{source} has no buffers: it must have a line id,lower,upper,size for each"
-        )
     return columns
 
 
-def _show(rows: list[_Row]) -> None:
-    from rich.table import Table
-
-    from fusedops.terminal.console import console, number_columns, print_table
-
+def _show(rows: list[_Row], out: Console) -> None:
     figures = number_columns("buffers", "bound", "block", "block / bound", "seconds")
-    table = Table("file", *figures, "", header_style="bold")
-    for row in rows:
-        placement = row.placement
-        words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
-        table.add_row(
-            row.name,
-            str(len(placement.offsets)),
-            str(placement.bound),
-            str(placement.height),
-            f"{1 + placement.gap:.4f}",
-            f"{row.seconds:.2f}",
-            words if placement.fits else "larger than the capacity",
-        )
-    print_table(console(), table)
+    show_table(out, ("file", *figures, ""), map(_file_cells, rows))
+
+
+def _file_cells(row: _Row) -> list[Any]:
+    placement = row.placement
+    words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
+    words = words if placement.fits else "larger than the capacity"
+    sizes = [len(placement.offsets), placement.bound, placement.height]
+    return [row.name, *sizes, f"{1 + placement.gap:.4f}", f"{row.seconds:.2f}", words]
 
 
 def _record(row: _Row) -> dict[str, object]:

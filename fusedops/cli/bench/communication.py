@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.bench import options
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity, steps
+from fusedops.terminal.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +60,7 @@ def communication(
     """
     with files.one_line_errors():
         files.check_environment()
-        options.check_outputs((json_file, svg_file, out), None)
+        output.check_outputs(json_file, svg_file, out)
         if fit is not None:
             from fusedops.cli.bench import communication_fit
 
@@ -66,67 +70,47 @@ def communication(
             raise files.UserError("--predict and --out need --fit FILE.csv")
         from fusedops._core import env
         from fusedops.bench.communication import BACKENDS, COLLECTIVES, sizes
+        from fusedops.launch.job import join_job
+        from fusedops.launch.processes import initialize_distributed, launch
 
         names = options.words(collectives or ",".join(COLLECTIVES), COLLECTIVES, "collectives")
         chosen = options.words(backends, BACKENDS, "backends") if backends else []
-        bytes_of = sizes(_bytes(least), _bytes(most))
+        with files.user_errors(ValueError):
+            bytes_of = sizes(parse_bytes(least), parse_bytes(most))
         if not bytes_of:
             raise files.UserError(
                 f"no power of two lies from --least {least} to --most {most}: make --most larger"
             )
-        from fusedops.launch.config_table import InputError
-        from fusedops.launch.job import join_job
-
-        try:
-            join_job()
-        except InputError as error:
-            raise files.UserError(str(error)) from None
+        join_job()
         if env.launched() is None:
-            from fusedops.launch.processes import launch
-
             raise SystemExit(launch(ranks, sys.argv[1:]))
-        _measure(device, chosen, names, bytes_of, seconds, links, json_file, svg_file)
+        with files.user_errors(RuntimeError), initialize_distributed(device) as here:
+            rows, slow = _measure(here, chosen, names, bytes_of, seconds, links)
+            if not here.rank:
+                _deliver(rows, slow, here, json_file, svg_file)
 
 
 def _measure(
-    device: str,
+    ranks: Ranks,
     backends: list[str],
     names: list[str],
     bytes_of: list[int],
     seconds: float,
     with_links: bool,
-    json_file: Path | None,
-    svg_file: Path | None,
-) -> None:
+) -> tuple[list[CommunicationRow], list[LinkRow]]:
+    """Measure on all ranks; the first one shows the progress."""
     from fusedops.bench import communication as bench
-    from fusedops.launch.config_table import InputError
-    from fusedops.launch.processes import initialize_distributed
-    from fusedops.terminal.progress import activity, steps
 
-    try:
-        with initialize_distributed(device) as ranks:
-            backends = backends or bench.usual_backends(ranks)
-            if ranks.rank:
-                measured = bench.measure(
-                    ranks, backends, names, bytes_of, seconds, lambda text: None
-                )
-                slow = bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
-                return
-            with steps(len(backends) * len(names)) as progress:
-
-                def report(text: str) -> None:
-                    progress.describe(text)
-                    progress.advance()
-
-                measured = bench.measure(ranks, backends, names, bytes_of, seconds, report)
-            with activity("links of every pair of ranks"):
-                slow = bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
-            _tell(measured, slow, ranks, json_file, svg_file)
-    except (InputError, RuntimeError) as error:
-        raise files.UserError(str(error)) from None
+    first = ranks.rank == 0
+    backends = backends or bench.usual_backends(ranks)
+    with steps(len(backends) * len(names)) if first else nullcontext() as progress:
+        report = progress.done if progress else lambda text: None
+        rows = bench.measure(ranks, backends, names, bytes_of, seconds, report)
+    with activity("links of every pair of ranks", visible=first):
+        return rows, bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
 
 
-def _tell(
+def _deliver(
     rows: list[CommunicationRow],
     links: list[LinkRow],
     ranks: Ranks,
@@ -135,50 +119,45 @@ def _tell(
 ) -> None:
     """Print the rows and write the files."""
     from fusedops.bench import machine, svg
-    from fusedops.bench.results import now
     from fusedops.cli.bench.communication_fit import show_curves
     from fusedops.planner.communication import CommunicationModel
-    from fusedops.terminal.console import console
 
     keys = [(row.collective, row.backend, str(row.ranks)) for row in rows]
-    model = CommunicationModel.fit(
-        (key, row.bytes, row.avg_us * 1e-6) for key, row in zip(keys, rows, strict=True)
-    )
+    times = [row.avg_us * 1e-6 for row in rows]
+    sizes = [row.bytes for row in rows]
+    model = CommunicationModel.fit(zip(keys, sizes, times, strict=True))
     residuals = [
-        model.curves[key].seconds(row.bytes) / (row.avg_us * 1e-6) - 1
-        for key, row in zip(keys, rows, strict=True)
+        model.curves[key].seconds(size) / took - 1
+        for key, size, took in zip(keys, sizes, times, strict=True)
     ]
-    out = console()
-    _show_rows(rows, residuals, out)
-    show_curves(model, ("collective", "backend", "ranks"), out)
-    if links:
-        _show_links(links, out)
+    pairs = list(zip(rows, residuals, strict=True))
+
+    def show(out: Console) -> None:
+        _show_rows(pairs, out)
+        show_curves(model, ("collective", "backend", "ranks"), out)
+        if links:
+            _show_links(links, out)
+
+    def picture() -> str:
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = f"{row.collective}, {row.backend}"
+            series.setdefault(name, []).append((row.bytes, row.busbw / 1e9))
+        return svg.lines(f"{ranks.size} ranks", "bytes", "bus bandwidth, GB/s", series)
+
     record = {
         **machine.describe(ranks.device),
-        "created": now(),
-        "rows": [
-            asdict(row) | {"residual": residual}
-            for row, residual in zip(rows, residuals, strict=True)
-        ],
+        "created": machine.now(),
+        "rows": [asdict(row) | {"residual": residual} for row, residual in pairs],
         "curves": [
-            dict(zip(("collective", "backend"), key, strict=False))
-            | {"ranks": int(key[2]), "nodes": rows[0].nodes}
+            {"collective": collective, "backend": backend, "ranks": int(count)}
+            | {"nodes": rows[0].nodes}
             | asdict(curve)
-            for key, curve in model.curves.items()
+            for (collective, backend, count), curve in model.curves.items()
         ],
         "links": [asdict(link) for link in links],
     }
-    series = {
-        f"{row.collective}, {row.backend}": [
-            (other.bytes, other.busbw / 1e9)
-            for other in rows
-            if (other.collective, other.backend) == (row.collective, row.backend)
-        ]
-        for row in rows
-    }
-    picture = svg.lines(f"{ranks.size} ranks", "bytes", "bus bandwidth, GB/s", series)
-    writers = (json_file, files.write_json), (svg_file, partial(_write_text, picture))
-    options.write_all(record, writers, out)
+    output.deliver(record, json_file, show, output.text_file(svg_file, picture))
     wrong = [row for row in rows if row.wrong]
     if wrong:
         first = wrong[0]
@@ -189,36 +168,24 @@ def _tell(
         )
 
 
-def _write_text(text: str, path: Path, _: object) -> None:
-    files.write_text(path, text)
-
-
-def _show_rows(rows: list[CommunicationRow], residuals: list[float], out: Console) -> None:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-    from fusedops.terminal.sizes import show_bytes
-
-    figures = number_columns(
-        *("bytes", "min us", "avg us", "max us", "algbw GB/s", "busbw GB/s", "fit", "wrong")
-    )
-    table = Table(
-        *("collective", "backend"),
-        *figures,
-        title=f"{rows[0].ranks} ranks on {rows[0].nodes} "
-        f"{'node' if rows[0].nodes == 1 else 'nodes'}, float32",
-    )
-    for row, residual in zip(rows, residuals, strict=True):
-        table.add_row(
+def _show_rows(pairs: list[tuple[CommunicationRow, float]], out: Console) -> None:
+    first = pairs[0][0]
+    names = ("bytes", "min us", "avg us", "max us", "algbw GB/s", "busbw GB/s", "fit", "wrong")
+    cells = (
+        (
             row.collective,
             row.backend,
             show_bytes(row.bytes),
             *(f"{value:.1f}" for value in (row.min_us, row.avg_us, row.max_us)),
             *(f"{value / 1e9:.2f}" for value in (row.algbw, row.busbw)),
             f"{100 * residual:+.0f} %",
-            str(row.wrong),
+            row.wrong,
         )
-    print_table(out, table)
+        for row, residual in pairs
+    )
+    nodes = f"{first.nodes} {'node' if first.nodes == 1 else 'nodes'}"
+    title = f"{first.ranks} ranks on {nodes}, float32"
+    show_table(out, ("collective", "backend", *number_columns(*names)), cells, title=title)
 
 
 def _show_links(links: list[LinkRow], out: Console) -> None:
@@ -236,12 +203,3 @@ def _show_links(links: list[LinkRow], out: Console) -> None:
             f"{link.bandwidth / 1e9:.2f} GB/s",
             style="red",
         )
-
-
-def _bytes(text: str) -> int:
-    from fusedops.terminal.sizes import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise files.UserError(str(error)) from None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedops.terminal import files
+from fusedops.terminal.console import console, number_columns, show_table
+from fusedops.terminal.sizes import show_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,38 +24,31 @@ _PREDICTED = ("predicted_us", "why")
 def fit(path: Path, predict: Path | None, out: Path | None) -> None:
     """Fit the rows of a CSV file and predict those of another."""
     from fusedops.bench.tables import load_rows
-    from fusedops.launch.config_table import InputError
     from fusedops.planner.communication import CommunicationModel
-    from fusedops.terminal.console import console
 
     if (predict is None) != (out is None):
         raise files.UserError("--predict FILE.csv and --out FILE.csv belong together")
-    try:
-        rows = load_rows(path)
-        columns = [name for name in rows[0] if name not in _MEASURED]
-        model = CommunicationModel.fit(
-            (
-                tuple(row[name] for name in columns),
-                _positive(row, "bytes", path),
-                1e-6 * _positive(row, "time_us", path),
-            )
-            for row in rows
+    rows = load_rows(path)
+    columns = [name for name in rows[0] if name not in _MEASURED]
+    model = CommunicationModel.fit(
+        (
+            tuple(row[name] for name in columns),
+            _positive(row, "bytes", path),
+            1e-6 * _positive(row, "time_us", path),
         )
-        show_curves(model, columns, console())
-        if predict is not None and out is not None:
-            sizes = load_rows(predict)
-            _predict(model, columns, sizes, out)
-    except InputError as error:
-        raise files.UserError(str(error)) from None
+        for row in rows
+    )
+    show_curves(model, columns, console())
+    if predict is not None and out is not None:
+        _predict(model, columns, load_rows(predict), out)
 
 
 def _predict(
     model: CommunicationModel, columns: Sequence[str], rows: list[dict[str, str]], out: Path
 ) -> None:
-    errors = []
-    text = StringIO()
-    writer = csv.DictWriter(text, [*rows[0], *_PREDICTED], extrasaction="ignore")
-    writer.writeheader()
+    from fusedops.bench.tables import csv_text
+
+    errors, predictions = [], []
     for row in rows:
         cells = dict.fromkeys(_PREDICTED, "")
         curve = model.curves.get(tuple(row.get(name, "") for name in columns))
@@ -70,8 +63,8 @@ def _predict(
             measured = _number(row.get("time_us", ""))
             if measured:
                 errors.append(abs(predicted / measured - 1))
-        writer.writerow({**row, **cells})
-    files.write_text(out, text.getvalue())
+        predictions.append({**row, **cells})
+    files.write_text(out, csv_text(predictions, [*rows[0], *_PREDICTED]))
     if errors:
         print(
             f"{len(errors)} measured rows: median error {100 * statistics.median(errors):.1f} %, "
@@ -101,18 +94,15 @@ def _positive(row: Mapping[str, str], name: str, path: Path) -> float:
 
 def show_curves(model: CommunicationModel, key: Sequence[str], out: Console) -> None:
     """Print the curves; ``key`` names what their keys hold."""
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-    from fusedops.terminal.sizes import show_bytes
-
     figures = number_columns("latency us", "regimes from bytes", "GB/s of each")
-    table = Table(*key, *figures, title="time = latency + bytes / bandwidth, by regime")
-    for values, curve in model.curves.items():
-        table.add_row(
+    cells = (
+        (
             *values,
             f"{1e6 * curve.latency:.1f}",
             " ".join(show_bytes(knee) for knee in (0, *curve.knees)),
             " ".join(f"{1e-9 / slope:.2f}" if slope else "-" for slope in curve.slopes),
         )
-    print_table(out, table)
+        for values, curve in model.curves.items()
+    )
+    title = "time = latency + bytes / bandwidth, by regime"
+    show_table(out, (*key, *figures), cells, title=title)

@@ -10,9 +10,11 @@ import typer
 
 from fusedops.cli.bench import options
 from fusedops.terminal import files
+from fusedops.terminal.console import console, number_columns, show_table
+from fusedops.terminal.progress import steps
 
 if TYPE_CHECKING:
-    from fusedops.bench.device import MeasuredDevice
+    from fusedops.bench.device import DeviceStep
 
 
 def device(
@@ -40,50 +42,34 @@ def device(
         from fusedops.bench.device import measure_device
         from fusedops.bench.device import sizes as cases
         from fusedops.cli.device_file import device_toml
-        from fusedops.launch.config_table import InputError
         from fusedops.planner.communication import CommunicationModel
-        from fusedops.terminal.progress import steps
 
         dtypes = conditions.set_up()
-        try:
-            curves = CommunicationModel.load(links) if links else None
-        except InputError as error:
-            raise files.UserError(str(error)) from None
+        curves = CommunicationModel.load(links) if links else None
         with steps(len(cases(quick=quick)) + 2) as progress, options.sigterm_interrupts():
-
-            def report(text: str) -> None:
-                progress.describe(text)
-                progress.advance()
-
             measured = measure_device(
-                conditions.device, dtypes, seconds, report, links=curves, quick=quick
+                conditions.device, dtypes, seconds, progress.done, links=curves, quick=quick
             )
         own = measured.device
         source = f"fitted on {len(measured.steps)} steps of small models on this machine"
         files.write_text(out, device_toml(own, asdict(own.efficiency), source))
-        _show(measured)
+        figures = ("width", "layers", "tokens", "measured ms", "predicted ms", "error")
+        cells = map(_cells, measured.steps, measured.errors)
+        show_table(console(), ("processes", *number_columns(*figures)), cells, title=own.name)
         print(f"wrote {out}: fusedops plan time --device {out}")
 
 
-def _show(measured: MeasuredDevice) -> None:
-    from rich.table import Table
-
-    from fusedops.terminal.console import console, number_columns, print_table
-
-    figures = number_columns("width", "layers", "tokens", "measured ms", "predicted ms", "error")
-    table = Table("processes", *figures, title=measured.device.name)
-    for step, error in zip(measured.steps, measured.errors, strict=True):
-        shape = step.shape
-        sizes = {"dp": shape.dp, "zero": shape.zero, "tp": shape.tp, "cp": shape.cp, "pp": shape.pp}
-        shown = [f"{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
-        shown += [name for name in ("sp", "overlap_microbatches") if getattr(shape, name)]
-        table.add_row(
-            ", ".join(shown) or "1",
-            str(shape.hidden),
-            str(shape.layers),
-            f"{shape.micro_batch} x {shape.seq_len} x {shape.microbatches}",
-            f"{1e3 * step.seconds:.1f}",
-            f"{1e3 * step.seconds * (1 + error):.1f}",
-            f"{100 * error:+.0f} %",
-        )
-    print_table(console(), table)
+def _cells(step: DeviceStep, error: float) -> list[object]:
+    shape = step.shape
+    sizes = {"dp": shape.dp, "zero": shape.zero, "tp": shape.tp, "cp": shape.cp, "pp": shape.pp}
+    shown = [f"{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
+    shown += [name for name in ("sp", "overlap_microbatches") if getattr(shape, name)]
+    return [
+        ", ".join(shown) or "1",
+        shape.hidden,
+        shape.layers,
+        f"{shape.micro_batch} x {shape.seq_len} x {shape.microbatches}",
+        f"{1e3 * step.seconds:.1f}",
+        f"{1e3 * step.seconds * (1 + error):.1f}",
+        f"{100 * error:+.0f} %",
+    ]

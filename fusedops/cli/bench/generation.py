@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import itertools
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.bench import options
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.bench.generation import GenerationRow
 
 
@@ -35,39 +42,25 @@ def generate(
     """
     with files.one_line_errors():
         files.check_environment()
-        options.check_outputs((json_file,), None)
+        output.check_outputs(json_file)
         from fusedops.bench.generation import PRESETS, GenerationWork, measure
-        from fusedops.bench.small_models import save_rows
+        from fusedops.bench.small_models import rows_record
 
         names = options.words(presets, PRESETS, "preset")
         dtypes = options.words(dtype, options.DTYPES, "dtype")
-        work = [
-            GenerationWork(preset, hidden, layers, vocabulary, name, sequences, prompt, tokens)
-            for preset in names
-            for name in dtypes
-        ]
-        from fusedops.terminal.console import console
-        from fusedops.terminal.progress import activity
-
-        out = console()
         rows: list[GenerationRow] = []
         with activity("starting") as report:
-            for batch in work:
-                rows += measure(batch, seconds, threads, report)
-        _show(rows, out)
-        if json_file is not None:
-            save_rows(json_file, rows, threads=threads)
+            for preset, name in itertools.product(names, dtypes):
+                sizes = (hidden, layers, vocabulary)
+                work = GenerationWork(preset, *sizes, name, sequences, prompt, tokens)
+                rows += measure(work, seconds, threads, report)
+        output.deliver(rows_record(rows, threads=threads), json_file, partial(_show, rows))
 
 
-def _show(rows: list[GenerationRow], out: Any) -> None:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
+def _show(rows: list[GenerationRow], out: Console) -> None:
     figures = number_columns("tokens/s", "ours to it", "same tokens")
-    table = Table("architecture", *number_columns("dtype"), "by", *figures, title="generating")
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row.work.preset,
             row.work.dtype,
             row.name,
@@ -75,4 +68,7 @@ def _show(rows: list[GenerationRow], out: Any) -> None:
             row.shown_ratio,
             f"{row.same:.0%}",
         )
-    print_table(out, table)
+        for row in rows
+    )
+    columns = ("architecture", *number_columns("dtype"), "by", *figures)
+    show_table(out, columns, cells, title="generating")

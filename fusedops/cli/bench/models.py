@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
@@ -95,13 +96,13 @@ def models(
     """
     with files.one_line_errors():
         files.check_environment()
-        options.check_outputs((json_file, csv_file, svg_file), results)
+        output.check_outputs(json_file, csv_file, svg_file, results=results)
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
         if compiled is None:
             compiled = conditions.device.type != "cpu"
         from fusedops.bench import chart, models_report
-        from fusedops.bench.results import save_model_results
+        from fusedops.bench.results import save_csv, save_json, save_model_results
         from fusedops.cli.bench.recorder import BenchRecorder, deliver
 
         recorder = BenchRecorder(
@@ -115,8 +116,8 @@ def models(
         complete = recorder.run(jobs)
         recorder.notes += [f"WRONG: {error}" for error in wrong]
         record = recorder.record()
-        written = (svg_file, chart.save), (results, save_model_results)
-        deliver(record, models_report.show, json_file, csv_file, *written)
+        written = (json_file, save_json), (csv_file, save_csv), (svg_file, chart.save)
+        deliver(record, models_report.show, *written, (results, save_model_results))
     failed = _judge(record, fail_if_slower)
     if not complete:
         raise typer.Exit(130)  # as a shell says of an interrupted command
@@ -186,10 +187,9 @@ def _jobs(
         recorder.notes += result.notes
         wrong.extend(result.wrong)
 
+    device = recorder.device
     cases = [
-        ModelCase(family, mode, size, dtype)
-        if as_asked
-        else ModelCase(family, mode, affordable(mode, size, dtype, recorder.device), dtype)
+        ModelCase(family, mode, size if as_asked else affordable(mode, size, dtype, device), dtype)
         for family, mode, size in plan
         for dtype in recorder.dtypes
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.bench import (
     arena,
     communication,
@@ -111,7 +112,7 @@ def run(
         files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        options.check_outputs((json_file, csv_file, svg_file), results)
+        output.check_outputs(json_file, csv_file, svg_file, results=results)
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
@@ -122,14 +123,14 @@ def run(
         only = _variants(specs, variants)
         compiled = not (no_compile or quick or (only and "compile" not in only))
         from fusedops.bench import chart, table
-        from fusedops.bench.results import save_results
+        from fusedops.bench.results import save_csv, save_json, save_results
         from fusedops.cli.bench.recorder import BenchRecorder, deliver
 
         recorder = BenchRecorder(conditions, conditions.timing(), compiled=compiled)
         jobs = _jobs(recorder, plan, only, all_backends=all_backends, json_file=json_file)
         complete = recorder.run(jobs)
-        written = (results, save_results), (svg_file, chart.save)
-        deliver(recorder.record(), table.show, json_file, csv_file, *written)
+        written = (json_file, save_json), (csv_file, save_csv), (svg_file, chart.save)
+        deliver(recorder.record(), table.show, *written, (results, save_results))
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 

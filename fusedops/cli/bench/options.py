@@ -7,7 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ from fusedops.terminal import files
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from fusedops.bench.conditions import Conditions
     from fusedops.terminal.progress import Steps
@@ -156,37 +155,3 @@ def sigterm_interrupts() -> Iterator[None]:
 def reporter(progress: Steps, title: str) -> Callable[[str], None]:
     """Return a function that shows what of ``title`` is being done."""
     return lambda what: progress.describe(f"{title}: {what}")
-
-
-Value = TypeVar("Value")
-# A file, if it was asked for, and what writes a value to it.
-Writer = tuple[Path | None, Callable[[Path, Value], object]]
-
-
-def write_all(value: Value, writers: Iterable[Writer[Value]], out: Console) -> None:
-    """Write each file that was asked for, and tell so; one that cannot be costs no other.
-
-    Raises:
-        UserError: for all that failed, at the end.
-    """
-    failures = []
-    for path, write in writers:
-        if path is None:
-            continue
-        try:
-            write(path, value)
-            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        except files.UserError as error:
-            failures.append(str(error))
-    if failures:
-        raise files.UserError("; ".join(failures))
-
-
-def check_outputs(paths: Iterable[Path | None], results: Path | None) -> None:
-    """Raise before anything is measured where a file, or one in ``results``, cannot be written."""
-    for path in paths:
-        if path is not None:
-            files.check_writable(path)
-    if results is not None:
-        files.make_folder(results)
-        files.check_writable(results / "probe")

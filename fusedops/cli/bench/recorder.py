@@ -11,8 +11,9 @@ from rich.console import Console
 from fusedops.bench import limits, machine
 from fusedops.bench.cases import BenchSettings
 from fusedops.bench.conditions import Conditions
-from fusedops.bench.results import BenchRecord, BenchRow, record_of, save_csv, save_json
+from fusedops.bench.results import BenchRecord, BenchRow, record_of
 from fusedops.cli.bench import options
+from fusedops.cli.output import write_all
 from fusedops.runtime.timer import TimingPlan, clock_for
 from fusedops.terminal.console import console
 from fusedops.terminal.progress import steps
@@ -82,11 +83,13 @@ class BenchRecorder:
 def deliver(
     record: BenchRecord,
     show: Callable[[BenchRecord, Console], None],
-    json_file: Path | None,
-    csv_file: Path | None,
-    *others: options.Writer[BenchRecord],
+    *writers: tuple[Path | None, Callable[[Path, BenchRecord], object]],
 ) -> None:
     """Show the record, then write what was asked for: a full disk must not cost the table."""
+
+    def of_record(write: Callable[[Path, BenchRecord], object]) -> Callable[[Path], object]:
+        return lambda path: write(path, record)
+
     out = console()
     show(record, out)
-    options.write_all(record, [(json_file, save_json), (csv_file, save_csv), *others], out)
+    write_all([(path, of_record(write)) for path, write in writers], out)

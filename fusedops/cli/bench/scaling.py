@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.bench import options
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.bench.scaling import ScalingRow, ScalingWork
     from fusedops.planner import Device
 
@@ -47,38 +53,25 @@ def scaling(
     """
     with files.one_line_errors():
         files.check_environment()
-        options.check_outputs((json_file,), None)
+        output.check_outputs(json_file)
         sizes = tokens.split("x")
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
         from fusedops import models
         from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
-        from fusedops.bench.small_models import save_rows
+        from fusedops.bench.small_models import rows_record
+        from fusedops.planner import load_device
 
-        try:
+        with files.user_errors(ValueError):
             models.preset(preset)
-        except ValueError as error:
-            raise files.UserError(str(error)) from None
-        from fusedops.cli.device_file import load
-
-        own = [load(name.strip()) for name in device.split(",")] if device else []
+        own = [load_device(name.strip()) for name in device.split(",")] if device else []
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
-        from fusedops.terminal.console import console
-        from fusedops.terminal.progress import activity
-
-        out = console()
-        with activity("starting") as report:
-            try:
-                rows = measure(work, chosen, seconds, report)
-            except RuntimeError as error:
-                raise files.UserError(str(error)) from error
-        _show(rows, out)
-        if own:
-            _show_predicted(rows, work, own, out)
-        if json_file is not None:
-            save_rows(json_file, rows, work=asdict(work))
+        with activity("starting") as report, files.user_errors(RuntimeError):
+            rows = measure(work, chosen, seconds, report)
+        record = rows_record(rows, work=asdict(work))
+        output.deliver(record, json_file, partial(_show, rows, work, own))
 
 
 def _names(text: str, known: dict[str, str]) -> list[str]:
@@ -95,50 +88,42 @@ def _names(text: str, known: dict[str, str]) -> list[str]:
     return names
 
 
-def _show(rows: list[ScalingRow], out: Any) -> None:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
+def _show(rows: list[ScalingRow], work: ScalingWork, devices: list[Device], out: Console) -> None:
     figures = number_columns("processes x threads", "tokens/s", "of the first", "loss")
-    table = Table("setting", *figures, title="a training step")
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row.setting.name,
             f"{row.setting.processes} x {row.setting.threads}",
             f"{row.tokens_per_second:.0f}",
             row.shown_ratio,
             f"{row.loss:.4f}",
         )
-    print_table(out, table)
+        for row in rows
+    )
+    show_table(out, ("setting", *figures), cells, title="a training step")
+    if devices:
+        _show_predicted(rows, work, devices, out)
 
 
 def _show_predicted(
-    rows: list[ScalingRow], work: ScalingWork, devices: list[Device], out: Any
+    rows: list[ScalingRow], work: ScalingWork, devices: list[Device], out: Console
 ) -> None:
     """Print the planner's seconds of each setting, their errors, and whether the order is right."""
-    from rich.table import Table
-
     from fusedops.bench.scaling import predicted
     from fusedops.bench.tables import kendall_tau
-    from fusedops.terminal.console import number_columns, print_table
 
-    figures = number_columns("measured ms", "predicted ms", "error")
-    table = Table(
-        "setting",
-        *figures,
-        title="predicted steps, " + " and ".join(device.name for device in devices),
-    )
-    pairs = []
+    cells, pairs = [], []
     for row in rows:
         seconds = predicted(work, row.setting, devices)
         if seconds is None:
             continue
         measured = statistics.median(row.seconds)
         pairs.append((seconds, measured))
-        cells = f"{1e3 * measured:.1f}", f"{1e3 * seconds:.1f}", f"{seconds / measured - 1:+.0%}"
-        table.add_row(row.setting.name, *cells)
-    print_table(out, table)
+        times = f"{1e3 * measured:.1f}", f"{1e3 * seconds:.1f}"
+        cells.append((row.setting.name, *times, f"{seconds / measured - 1:+.0%}"))
+    columns = ("setting", *number_columns("measured ms", "predicted ms", "error"))
+    names = " and ".join(device.name for device in devices)
+    show_table(out, columns, cells, title=f"predicted steps, {names}")
     errors = [abs(seconds / measured - 1) for seconds, measured in pairs]
     out.print(
         f"mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}; Kendall's tau of "

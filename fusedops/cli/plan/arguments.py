@@ -9,6 +9,7 @@ import typer
 
 from fusedops.cli.bench import options
 from fusedops.terminal import files
+from fusedops.terminal.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from fusedops.models import TransformerConfig
@@ -67,13 +68,6 @@ RECOMPUTE = "none,selective,full"
 OFFLOAD = "none,optimizer,optimizer+activations"
 
 
-def check_files(*paths: str) -> None:
-    """Refuse files that cannot be written, before anything is computed."""
-    for path in paths:
-        if path not in ("", "-"):
-            files.check_writable(path)
-
-
 def model_sizes(name: str) -> TransformerConfig:
     """Return the sizes of a known model, or of a configuration file."""
     if not name:
@@ -90,15 +84,10 @@ def model_sizes(name: str) -> TransformerConfig:
 
 def device_memory(device: str, memory: str) -> int:
     """Return the bytes of ``--memory``, such as 80GiB, or what ``--device`` has for tensors."""
-    from fusedops.cli.device_file import load
-    from fusedops.planner import parse_bytes
+    from fusedops.planner import load_device
 
-    if not memory:
-        return load(device).memory.usable
-    try:
-        return parse_bytes(memory)
-    except ValueError as error:
-        raise files.UserError(str(error)) from None
+    with files.user_errors(ValueError):
+        return parse_bytes(memory) if memory else load_device(device).memory.usable
 
 
 def base_layout(**base: Any) -> Layout:
@@ -108,10 +97,8 @@ def base_layout(**base: Any) -> Layout:
 
     options.check_known(base["precision"], PRECISIONS, "precision")
     options.check_known(base["kernels"], KERNELS, "kernels")
-    try:
+    with files.user_errors(ValueError, TypeError):
         return Layout.of(**base)
-    except (ValueError, TypeError) as error:
-        raise files.UserError(str(error)) from None
 
 
 def _configuration(name: str) -> Path | None:

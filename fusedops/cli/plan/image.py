@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.plan import arguments
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, print_line, show_table
+from fusedops.terminal.sizes import show_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.planner import Device, SpatialPlan
 
 PRECISIONS = {"float32": "float32", "half": "bfloat16"}
@@ -35,13 +39,13 @@ def image(
 
     The command exits with 1 if no cut fits. The bytes and times are explained in docs/spatial.md.
     """
-    from fusedops.cli.device_file import load
-
     with files.one_line_errors():
-        arguments.check_files(json_file)
+        output.check_outputs(json_file)
         if not device:
             raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
-        sizes, where = _shape(shape), load(device)
+        from fusedops.planner import load_device
+
+        sizes, where = _shape(shape), load_device(device)
         capacity = arguments.device_memory(device, memory)
         plans, refused = _plans(model, sizes, devices, where, precision)
         plans.sort(key=lambda plan: (plan.memory > capacity, plan.seconds))
@@ -55,13 +59,8 @@ def image(
             "refused": refused,
             "cuts": [_record(plan, capacity) for plan in plans],
         }
-        if json_file == "-":
-            print(json.dumps(record, indent=1))
-        else:
-            _show(model, sizes, where, capacity, plans, refused, rows)
-            if json_file:
-                files.write_json(Path(json_file), record)
-                _print(f"wrote {json_file}")
+        show = partial(_show, model, sizes, where, capacity, plans, refused, rows)
+        output.deliver(record, json_file, show)
     if not fits:
         raise typer.Exit(1)
 
@@ -95,7 +94,7 @@ def _plans(
     dtype = getattr(torch, PRECISIONS[precision])
     plans: list[SpatialPlan] = []
     refused: dict[str, str] = {}
-    try:
+    with files.user_errors(ValueError, TypeError):
         module = image_model(model, channels=shape[1], ndim=len(shape) - 2)
         cuts = cuts_of(devices, shape)
         if not cuts:
@@ -106,8 +105,6 @@ def _plans(
                 plans.append(spatial_plan(module, shape, cut, device, dtype=dtype, single=single))
             except UnsupportedError as error:
                 refused[_named(cut)] = str(error)
-    except (ValueError, TypeError) as error:
-        raise files.UserError(str(error)) from None
     return plans, refused
 
 
@@ -133,55 +130,49 @@ def _show(
     plans: list[SpatialPlan],
     refused: dict[str, str],
     rows: int,
+    out: Console,
 ) -> None:
-    from rich.table import Table
-
-    from fusedops.planner import show_bytes
-    from fusedops.terminal.console import console, number_columns, print_table
-
     for cut, reason in refused.items():
-        _print(f"{cut} is refused: {reason}")
+        print_line(out, f"{cut} is refused: {reason}")
     if not plans:
         return
     first = plans[0]
     single = first.single
-    _print(
+    print_line(
+        out,
         f"{model}: {show_bytes(first.parameters)} of parameters, an input of {_named(shape)} "
-        f"({first.input / 1e9:.3g} GB), {first.devices} x {device.name} ({show_bytes(memory)})"
+        f"({first.input / 1e9:.3g} GB), {first.devices} x {device.name} ({show_bytes(memory)})",
     )
-    _print(
+    print_line(
+        out,
         f"one device: {show_bytes(single.saved)} saved, {single.seconds:.4g} s of "
-        f"{single.flops / 1e12:.3g} TFLOP"
+        f"{single.flops / 1e12:.3g} TFLOP",
     )
     columns = ("input", "saved", "memory", "halo", "halo grad", "other sent")
     times = ("compute s", "halo s", "waits s", "step s", "efficiency")
-    table = Table("cut", *number_columns(*columns, *times), header_style="bold")
-    for plan in plans[:rows]:
-        sizes = ("input", "saved")
-        sent = ("halo_forward", "halo_backward", "reduced")
-        style = "green" if plan.memory <= memory else "red"
-        table.add_row(
-            _named(plan.cut),
-            *(show_bytes(plan.most(name)) for name in sizes),
-            f"[{style}]{show_bytes(plan.memory)}[/]",
-            *(show_bytes(plan.most(name)) for name in sent),
-            *(f"{plan.most(f'{name}_seconds'):.3g}" for name in ("compute", "halo", "exposed")),
-            f"{plan.seconds:.4g}",
-            f"{plan.efficiency:.0%}",
-        )
-    print_table(console(), table)
+    cells = (_cells(plan, memory) for plan in plans[:rows])
+    show_table(out, ("cut", *number_columns(*columns, *times)), cells)
     fits = sum(plan.memory <= memory for plan in plans)
-    _print(
+    print_line(
+        out,
         f"{fits} of {len(plans)} cuts fit; of the busiest device, forward and backward of one "
-        "step; sorted: what fits, by seconds"
+        "step; sorted: what fits, by seconds",
     )
+
+
+def _cells(plan: SpatialPlan, memory: int) -> list[str]:
+    style = "green" if plan.memory <= memory else "red"
+    sent = ("halo_forward", "halo_backward", "reduced")
+    return [
+        _named(plan.cut),
+        *(show_bytes(plan.most(name)) for name in ("input", "saved")),
+        f"[{style}]{show_bytes(plan.memory)}[/]",
+        *(show_bytes(plan.most(name)) for name in sent),
+        *(f"{plan.most(f'{name}_seconds'):.3g}" for name in ("compute", "halo", "exposed")),
+        f"{plan.seconds:.4g}",
+        f"{plan.efficiency:.0%}",
+    ]
 
 
 def _named(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))
-
-
-def _print(text: str) -> None:
-    from fusedops.terminal.console import console
-
-    console().print(text, highlight=False, markup=False, soft_wrap=True)

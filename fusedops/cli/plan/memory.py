@@ -5,16 +5,21 @@ The estimates are those of ``fusedops.planner``; here are the command line, the 
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.plan import arguments
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity
+from fusedops.terminal.sizes import show_bytes, show_count
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.models import TransformerConfig
     from fusedops.planner import Layout, LayoutRanking
     from fusedops.planner.search import PlannedLayout
@@ -59,7 +64,7 @@ def memory(
     them, are in docs/estimates.md.
     """
     with files.one_line_errors():
-        arguments.check_files(json_file)
+        output.check_outputs(json_file)
         sizes = arguments.model_sizes(model)
         choices = arguments.choices(tp, pp, ep, zero, recompute, offload, schedule)
         choices["virtual"] = virtual or None
@@ -74,59 +79,22 @@ def memory(
             cp=cp,
         )
         capacity = arguments.device_memory(device, memory or ("" if device else "80GiB"))
-        result = _plan(sizes, devices, capacity, choices, base)
-        _deliver(model, sizes, devices, result, rows, json_file)
+        from fusedops.planner import plan as search
+
+        searching = f"searching layouts of {devices} devices"
+        with activity(searching), files.user_errors(ValueError, TypeError):
+            result = search(sizes, devices, capacity, base, **choices)
+        show = partial(_show, model, sizes, devices, result, rows)
+        output.deliver(_record(model, sizes, devices, result), json_file, show)
     if not result.fitting:
         raise typer.Exit(1)
 
 
-def _deliver(
-    name: str,
-    model: TransformerConfig,
-    devices: int,
-    result: LayoutRanking,
-    rows: int,
-    json_file: str,
-) -> None:
-    """Print the plan, as JSON or as a table, and write the file that was asked for."""
-    from fusedops.terminal.console import console
-
-    record = _record(name, model, devices, result)
-    if json_file == "-":
-        print(json.dumps(record, indent=1))
-        return
-    out = console()
-    _show(name, model, devices, result, rows, out)
-    if json_file:
-        files.write_json(Path(json_file), record)
-        out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
-
-
-def _plan(
-    model: TransformerConfig, devices: int, memory: int, choices: dict[str, Any], base: Layout
-) -> LayoutRanking:
-    """Return every layout.
-
-    Raises:
-        UserError: an argument is wrong.
-    """
-    from fusedops.planner import plan as search
-    from fusedops.terminal.progress import activity
-
-    try:
-        with activity(f"searching layouts of {devices} devices"):
-            return search(model, devices, memory, base, **choices)
-    except (ValueError, TypeError) as error:
-        raise files.UserError(str(error)) from None
-
-
 def _show(
-    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Any
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Console
 ) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
-    from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
-    from fusedops.terminal.console import print_table
 
     fits, first = plan.fitting, plan.rows[0].layout
     training = first.training
@@ -135,46 +103,39 @@ def _show(
         f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
         f"micro-batches, {training.precision}, {training.kernels} kernels, "
         f"{devices} x {show_bytes(plan.memory)}",
-        highlight=False,
     )
     shown = [*plan.rows[: min(fits, rows)], *plan.rows[fits : fits + rows // 2 + 1]]
-    print_table(out, _table(shown, plan.memory, narrow=out.width < _WIDE))
+    narrow = out.width < _WIDE
+    columns = (
+        *number_columns("dp", "tp", "pp", "ep", "zero"),
+        *("bubble", "recompute", "offload"),
+        *number_columns("peak", "left", "host", *_parts(shown[0], narrow=narrow)),
+    )
+    cells = (_cells(row, plan.memory, narrow=narrow) for row in shown)
+    show_table(out, columns, cells, padding=(0, 0) if narrow else (0, 1))
     out.print(
         f"{fits} of {len(plan.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
         f"sorted: {CRITERION}",
         style="dim",
-        highlight=False,
     )
     for note in plan.notes:
-        out.print(f"note: {note}", style="yellow", highlight=False, markup=False)
-    out.print(plan.advice, style="green" if fits else "yellow", highlight=False)
+        out.print(f"note: {note}", style="yellow", markup=False)
+    out.print(plan.advice, style="green" if fits else "yellow")
 
 
-def _table(shown: list[PlannedLayout], memory: int, *, narrow: bool) -> Any:
-    from rich.table import Table
-
-    table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
-    sizes = ("dp", "tp", "pp", "ep", "zero")
-    for column in (*sizes, "bubble", "recompute", "offload"):
-        table.add_column(column, justify="right" if column in sizes else "left")
-    for column in ("peak", "left", "host", *_parts(shown[0], narrow=narrow)):
-        table.add_column(column, justify="right")
-    for row in shown:
-        left = row.left(memory)
-        style = "green" if left >= 0 else "red"
-        config = row.layout.parallel
-        offload = "+".join(config.offload) or "-"
-        table.add_row(
-            *(str(getattr(config, size)) for size in sizes),
-            _bubble(row.layout),
-            row.layout.recompute.replace("none", "-"),
-            "".join(word[0] for word in config.offload) or "-" if narrow else offload,
-            _gib(row.estimate.peak),
-            f"[{style}]{_gib(left)}[/]",
-            _gib(row.estimate.host) if row.estimate.host else "-",
-            *(_gib(part) for part in _parts(row, narrow=narrow).values()),
-        )
-    return table
+def _cells(row: PlannedLayout, memory: int, *, narrow: bool) -> list[Any]:
+    config, left = row.layout.parallel, row.left(memory)
+    offload = "".join(word[0] for word in config.offload) if narrow else "+".join(config.offload)
+    return [
+        *(config.dp, config.tp, config.pp, config.ep, config.zero),
+        _bubble(row.layout),
+        row.layout.recompute.replace("none", "-"),
+        offload or "-",
+        _gib(row.estimate.peak),
+        f"[{'green' if left >= 0 else 'red'}]{_gib(left)}[/]",
+        _gib(row.estimate.host) if row.estimate.host else "-",
+        *(_gib(part) for part in _parts(row, narrow=narrow).values()),
+    ]
 
 
 def _bubble(layout: Layout) -> str:
@@ -213,19 +174,17 @@ def _record(
         "advice": plan.advice,
         "notes": plan.notes,
         "fitting": plan.fitting,
-        "layouts": [_row_record(row, plan.memory) for row in plan.rows],
-    }
-
-
-def _row_record(row: PlannedLayout, memory: int) -> dict[str, Any]:
-    layout = row.layout
-    return {
-        "fits": row.left(memory) >= 0,
-        "layout": layout.options(),
-        "bubble": layout.bubble,
-        "bytes": row.estimate.parts,
-        "peak": row.estimate.peak,
-        "moment": row.estimate.moment,
-        "stage": row.estimate.stage,
-        "host": row.estimate.host,
+        "layouts": [
+            {
+                "fits": row.left(plan.memory) >= 0,
+                "layout": row.layout.options(),
+                "bubble": row.layout.bubble,
+                "bytes": row.estimate.parts,
+                "peak": row.estimate.peak,
+                "moment": row.estimate.moment,
+                "stage": row.estimate.stage,
+                "host": row.estimate.host,
+            }
+            for row in plan.rows
+        ],
     }

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from fusedops.terminal.console import console, number_columns, show_table
+from fusedops.terminal.sizes import show_count
+
 
 def models() -> None:
     """List the published models that --model knows, and their sizes."""
-    from rich.table import Table
-
-    from fusedops.planner import PRESETS, show_count
-    from fusedops.terminal.console import console, number_columns, print_table
+    from fusedops.planner import PRESETS
 
     sizes = number_columns("parameters", "layers", "hidden", "heads", "experts", "tokens")
-    table = Table("model", *sizes, header_style="bold")
-    for name, model in PRESETS.items():
-        table.add_row(
+    rows = (
+        (
             name,
             show_count(model.parameters().total),
-            str(model.num_layers),
-            str(model.hidden_size),
-            str(model.num_heads),
-            str(model.num_experts or "-"),
-            str(model.seq_len),
+            model.num_layers,
+            model.hidden_size,
+            model.num_heads,
+            model.num_experts or "-",
+            model.seq_len,
         )
-    print_table(console(), table)
+        for name, model in PRESETS.items()
+    )
+    show_table(console(), ("model", *sizes), rows)

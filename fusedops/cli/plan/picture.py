@@ -6,8 +6,9 @@ Below them stand the steps of the first layout's pipeline, if it has one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
+
+from fusedops.terminal import svg
 
 if TYPE_CHECKING:
     from fusedops.planner import TimedLayout, TimedRanking
@@ -21,7 +22,7 @@ KINDS = {
     "bubble": ("bubble",),
     "optimizer": ("optimizer",),
 }
-# From the colour-blind safe palette of Okabe and Ito.
+# From the colour-blind safe palette of Okabe and Ito, in an order of its own.
 _COLOURS = ("#0072B2", "#56B4E9", "#999999", "#D55E00", "#F0E442", "#009E73", "#CC79A7")
 _WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _TOP = 1000, 380, 80, 16, 22, 40
 
@@ -43,31 +44,22 @@ def picture(plan: TimedRanking, named: Sequence[str]) -> str:
     sizes = [
         {name: size / 2**30 for name, size in row.estimate.parts.items() if size} for row in rows
     ]
-    height = 0
-    panels = []
+    height, panels = 0, []
     for title, values, unit, limit in (
         ("seconds of a step", times, "s", None),
         ("memory of the fullest device", sizes, "GiB", plan.memory / 2**30),
     ):
-        panels.append(f'<g transform="translate(0 {height})">')
-        panels += _bars(title, named, values, unit, limit)
-        panels.append("</g>")
+        panels.append(_panel(height, "\n".join(_bars(title, named, values, unit, limit))))
         height += _TOP + _STEP * len(rows) + 24
     pipeline = _pipeline(rows[0])
     if pipeline:
-        count = rows[0].layout.parallel.pp
-        tall = 52 + 30 * count
-        panels.append(f'<g transform="translate(0 {height})">{pipeline}</g>')
-        height += tall
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
-            ' font-family="sans-serif" font-size="12"><title>layouts by time and memory</title>',
-            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-            *panels,
-            "</svg>\n",
-        ]
-    )
+        panels.append(_panel(height, pipeline))
+        height += 52 + 30 * rows[0].layout.parallel.pp
+    return svg.document(_WIDTH, height, "layouts by time and memory", panels, heading=False)
+
+
+def _panel(top: int, content: str) -> str:
+    return svg.element("g", content, transform=f"translate(0 {top})")
 
 
 def _bars(
@@ -81,32 +73,27 @@ def _bars(
     names = list(dict.fromkeys(name for parts in values for name, part in parts.items() if part))
     longest = max(limit or 0.0, *(sum(parts.values()) for parts in values))
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    yield f'<text x="8" y="16" font-size="14">{escape(title)}</text>'
+    yield svg.text(8, 16, title, font_size=14)
     x = _LEFT
     for name, colour in zip(names, _COLOURS, strict=False):
-        yield f'<rect x="{x}" y="22" width="10" height="10" fill="{colour}"/>'
-        yield f'<text x="{x + 14}" y="31" font-size="11">{escape(name)}</text>'
+        yield from svg.legend(x, 22, name, colour)
         x += 24 + round(6.2 * len(name))
     for index, (label, parts) in enumerate(zip(named, values, strict=True)):
         y = _TOP + _STEP * index
         short = label if len(label) < 64 else f"{label[:62]}.."
-        yield f'<text x="8" y="{y + 12}" font-size="11">{index + 1}: {escape(short)}</text>'
+        yield svg.text(8, y + 12, f"{index + 1}: {short}", font_size=11)
         at = float(_LEFT)
         for name, colour in zip(names, _COLOURS, strict=False):
             width = parts.get(name, 0.0) * scale
             if width:
-                yield (
-                    f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"'
-                    f' fill="{colour}"><title>{escape(name)} {parts[name]:.3g} {unit}</title>'
-                    "</rect>"
-                )
+                tip = svg.element("title", svg.quoted(f"{name} {parts[name]:.3g} {unit}"))
+                yield svg.element("rect", tip, x=at, y=y, width=width, height=_BAR, fill=colour)
             at += width
-        total = sum(parts.values())
-        yield f'<text x="{at + 5:.1f}" y="{y + 12}">{total:.3g} {unit}</text>'
+        yield svg.text(at + 5, y + 12, f"{sum(parts.values()):.3g} {unit}")
     if limit is not None:
         x = round(_LEFT + limit * scale)
         bottom = _TOP + _STEP * len(values)
-        yield f'<line x1="{x}" y1="{_TOP - 4}" x2="{x}" y2="{bottom}" stroke="#222"/>'
+        yield svg.element("line", x1=x, y1=_TOP - 4, x2=x, y2=bottom, stroke="#222")
 
 
 def _pipeline(row: TimedLayout) -> str:

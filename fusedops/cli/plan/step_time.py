@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import output
 from fusedops.cli.plan import arguments
 from fusedops.cli.plan.picture import KINDS, picture
 from fusedops.terminal import files
+from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.progress import activity
+from fusedops.terminal.sizes import show_bytes, show_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,24 +42,21 @@ class PlanRequest:
 
     def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedRanking:
         """Return the fastest layouts, on other numbers where they are given."""
-        from fusedops.cli.device_file import load
-        from fusedops.planner import fastest
-        from fusedops.terminal.progress import activity
+        from fusedops.planner import fastest, load_device
 
-        try:
-            with activity(f"searching layouts of {devices or self.devices} devices"):
-                return fastest(
-                    self.model,
-                    devices or self.devices,
-                    load(self.device),
-                    global_batch or self.global_batch,
-                    memory=self.memory,
-                    base=self.base,
-                    keep=keep or self.rows,
-                    **self.choices,
-                )
-        except (ValueError, TypeError) as error:
-            raise files.UserError(str(error)) from None
+        devices = devices or self.devices
+        searching = f"searching layouts of {devices} devices"
+        with activity(searching), files.user_errors(ValueError, TypeError):
+            return fastest(
+                self.model,
+                devices,
+                load_device(self.device),
+                global_batch or self.global_batch,
+                memory=self.memory,
+                base=self.base,
+                keep=keep or self.rows,
+                **self.choices,
+            )
 
 
 def step_time(
@@ -103,7 +103,7 @@ def step_time(
     them, are in docs/estimates.md and docs/planning.md.
     """
     with files.one_line_errors():
-        arguments.check_files(json_file, svg_file)
+        output.check_outputs(json_file, svg_file)
         if not device:
             raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
         sizes = arguments.model_sizes(model)
@@ -128,67 +128,64 @@ def step_time(
             rows=rows,
         )
         plan = request.plan()
-        record = _record(request, plan)
-        if json_file == "-":
-            print(json.dumps(record, indent=1))
-        else:
-            _show(request, plan, explain=explain, diff=diff, tokens=tokens, scaling=scaling)
-            _write(plan, record, json_file, svg_file)
+        picture_file = output.text_file(svg_file if plan.rows else "", partial(_picture, plan))
+
+        def show(out: Console) -> None:
+            _show(request, plan, out)
+            if plan.rows and explain:
+                _explain(plan, out)
+            if plan.rows and diff:
+                _diff(plan, diff, out)
+            if plan.rows and tokens:
+                _budget(plan.rows[0], devices, tokens, out)
+            if scaling:
+                _scaling(request, out)
+
+        output.deliver(_record(request, plan), json_file, show, picture_file)
     if not plan.rows:
         raise typer.Exit(1)
 
 
-def _show(
-    request: PlanRequest,
-    plan: TimedRanking,
-    *,
-    explain: bool,
-    diff: str,
-    tokens: float,
-    scaling: bool,
-) -> None:
-    """Print the table, and what else was asked for."""
-    from fusedops.planner import show_bytes, show_count
-    from fusedops.terminal.console import console, print_table
-
-    out = console()
+def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
+    """Print the model, the table and what was looked at."""
     out.print(
         f"[bold]{request.name}[/]: {show_count(request.model.parameters().total)} parameters, "
         f"global batch {request.global_batch} x {request.base.length(request.model)} tokens, "
         f"{request.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
-        highlight=False,
     )
     if plan.rows:
-        print_table(out, _table(plan, request.devices))
-    out.print(_summary(plan), style="dim", highlight=False)
-    if plan.rows and explain:
-        _explain(plan, out)
-    if plan.rows and diff:
-        _diff(plan, diff, out)
-    if plan.rows and tokens:
-        _budget(plan.rows[0], request.devices, tokens, out)
-    if scaling:
-        _scaling(request, out)
+        sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
+        times = number_columns("s", "tokens/s/device", "MFU", "GiB")
+        cells = (
+            (number, *_cells(row, plan.device, request.devices))
+            for number, row in enumerate(plan.rows, 1)
+        )
+        show_table(out, (*sizes, "schedule", "recompute", "offload", *times), cells)
+    out.print(_summary(plan), style="dim")
 
 
-def _write(plan: TimedRanking, record: dict[str, Any], json_file: str, svg_file: str) -> None:
-    from fusedops.terminal.console import console
+def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
+    config = row.layout.parallel
+    stages = f" x{config.virtual}" if config.virtual > 1 else ""
+    return [
+        *(config.dp, config.tp, config.pp, config.cp, config.ep, config.zero),
+        f"{row.layout.training.micro_batch} x {config.microbatches}",
+        f"{config.pipeline_schedule}{stages}" if config.pp > 1 else "-",
+        _recomputation(row.layout),
+        "+".join(config.offload) or "-",
+        f"{row.seconds:.3f}",
+        f"{_tokens(row) / row.seconds / devices:,.0f}",
+        f"{100 * _utilization(row, device):.1f} %",
+        f"{row.estimate.peak / 2**30:.1f}",
+    ]
 
-    out = console()
-    if json_file:
-        files.write_json(Path(json_file), record)
-        out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
-    if svg_file and plan.rows:
-        files.write_text(svg_file, picture(plan, [_named(row) for row in plan.rows]))
-        out.print(f"wrote {svg_file}", highlight=False, soft_wrap=True)
+
+def _picture(plan: TimedRanking) -> str:
+    return picture(plan, [_named(row) for row in plan.rows])
 
 
 def _diff(plan: TimedRanking, text: str, out: Console) -> None:
     """Print two rows of a plan and their differences; ``text`` has their numbers: ``1,2``."""
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
     words = [word.strip() for word in text.split(",")]
     numbers = [int(word) for word in words if word.isdecimal()]
     if len(words) != 2 or len(numbers) != 2 or not all(0 < n <= len(plan.rows) for n in numbers):
@@ -197,24 +194,20 @@ def _diff(plan: TimedRanking, text: str, out: Console) -> None:
         )
     first, second = (plan.rows[number - 1] for number in numbers)
     for number, row in zip(numbers, (first, second), strict=True):
-        out.print(f"{number}: {_named(row)}", highlight=False)
+        out.print(f"{number}: {_named(row)}")
     quantities = (
-        ("time, ms", {n: 1e3 * x for n, x in first.time.parts.items()}, second.time.parts, 1e3),
-        (
-            "GiB",
-            {n: x / 2**30 for n, x in first.estimate.parts.items()},
-            second.estimate.parts,
-            2**-30,
-        ),
+        ("time, ms", first.time.parts, second.time.parts, 1e3),
+        ("GiB", first.estimate.parts, second.estimate.parts, 2**-30),
     )
-    for title, values, parts, scale in quantities:
-        table = Table(title, *number_columns(*words, "difference"))
-        others = {name: scale * value for name, value in parts.items()}
-        for name, value in {**values, "all": sum(values.values())}.items():
-            other = others.get(name, sum(others.values()))
-            if value or other:
-                table.add_row(name, *(f"{x:.2f}" for x in (value, other, other - value)))
-        print_table(out, table)
+    for title, one, two, scale in quantities:
+        names = [name for name in one if one[name] or two.get(name)]
+        pairs = {name: (scale * one[name], scale * two.get(name, 0)) for name in names}
+        pairs["all"] = scale * sum(one.values()), scale * sum(two.values())
+        cells = (
+            (name, *(f"{value:.2f}" for value in (value, other, other - value)))
+            for name, (value, other) in pairs.items()
+        )
+        show_table(out, (title, *number_columns(*words, "difference")), cells)
 
 
 def _named(row: TimedLayout) -> str:
@@ -225,32 +218,6 @@ def _named(row: TimedLayout) -> str:
     text = f"{describe(row.layout)}, micro-batch {row.layout.training.micro_batch} x "
     text += str(config.microbatches)
     return text + (f", {config.virtual} stages per rank" if config.virtual > 1 else "")
-
-
-def _table(plan: TimedRanking, devices: int) -> Any:
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns
-
-    sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
-    times = number_columns("s", "tokens/s/device", "MFU", "GiB")
-    table = Table(*sizes, "schedule", "recompute", "offload", *times, header_style="bold")
-    for number, row in enumerate(plan.rows, 1):
-        config = row.layout.parallel
-        stages = f" x{config.virtual}" if config.virtual > 1 else ""
-        table.add_row(
-            str(number),
-            *(str(getattr(config, size)) for size in ("dp", "tp", "pp", "cp", "ep", "zero")),
-            f"{row.layout.training.micro_batch} x {config.microbatches}",
-            f"{config.pipeline_schedule}{stages}" if config.pp > 1 else "-",
-            _recomputation(row.layout),
-            "+".join(config.offload) or "-",
-            f"{row.seconds:.3f}",
-            f"{_tokens(row) / row.seconds / devices:,.0f}",
-            f"{100 * _utilization(row, plan.device):.1f} %",
-            f"{row.estimate.peak / 2**30:.1f}",
-        )
-    return table
 
 
 def _recomputation(layout: Layout) -> str:
@@ -280,7 +247,6 @@ def _summary(plan: TimedRanking) -> str:
     if plan.too_large:
         lines.append(f"{plan.too_large} do not fit, whatever is recomputed or offloaded")
     if plan.least is not None and not plan.rows:
-        from fusedops.planner import show_bytes
         from fusedops.planner.search import describe
 
         lines.append(
@@ -294,31 +260,27 @@ def _summary(plan: TimedRanking) -> str:
 
 def _explain(plan: TimedRanking, out: Console) -> None:
     """Print where the time and the bytes of the first row go."""
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
     row = plan.rows[0]
-    out.print(f"1: {_named(row)}", highlight=False)
-    table = Table("time", *number_columns("ms", "share"), "of which")
+    out.print(f"1: {_named(row)}")
+    times = []
     for kind, names in KINDS.items():
         parts = {name: row.time.parts[name] for name in names if row.time.parts[name] > 0}
         seconds = sum(parts.values())
         detail = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in parts.items())
         if seconds:
             share = f"{100 * seconds / row.seconds:.1f} %"
-            table.add_row(kind, f"{1e3 * seconds:.1f}", share, detail if len(parts) > 1 else "")
-    table.add_row("step", f"{1e3 * row.seconds:.1f}", "100.0 %", "")
-    table.add_row("hidden communication", f"{1e3 * row.time.hidden:.1f}", "", "not in the step")
-    print_table(out, table)
-    table = Table("bytes at the peak", *number_columns("GiB", "share"))
-    for part, size in row.estimate.parts.items():
-        if size:
-            share = f"{100 * size / row.estimate.peak:.1f} %"
-            table.add_row(part, f"{size / 2**30:.2f}", share)
-    left = plan.memory - row.estimate.peak
-    table.add_row("left", f"{left / 2**30:.2f}", "")
-    print_table(out, table)
+            times.append((kind, f"{1e3 * seconds:.1f}", share, detail if len(parts) > 1 else ""))
+    times.append(("step", f"{1e3 * row.seconds:.1f}", "100.0 %", ""))
+    times.append(("hidden communication", f"{1e3 * row.time.hidden:.1f}", "", "not in the step"))
+    show_table(out, ("time", *number_columns("ms", "share"), "of which"), times)
+    peak = row.estimate.peak
+    sizes = [
+        (part, f"{size / 2**30:.2f}", f"{100 * size / peak:.1f} %")
+        for part, size in row.estimate.parts.items()
+        if size
+    ]
+    sizes.append(("left", f"{(plan.memory - peak) / 2**30:.2f}", ""))
+    show_table(out, ("bytes at the peak", *number_columns("GiB", "share")), sizes)
 
 
 def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None:
@@ -328,7 +290,6 @@ def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None
     out.print(
         f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours, without restarts, "
         "evaluation and checkpoints",
-        highlight=False,
     )
 
 
@@ -337,13 +298,9 @@ def _scaling(request: PlanRequest, out: Console) -> None:
 
     Strong scaling keeps the global batch, weak scaling the sequences of a device.
     """
-    from rich.table import Table
-
-    from fusedops.terminal.console import number_columns, print_table
-
+    columns = (*number_columns("devices", "global batch", "s", "tokens/s", "efficiency"), "layout")
     for title, weak in (("strong scaling: the same global batch", False), ("weak scaling", True)):
-        figures = number_columns("devices", "global batch", "s", "tokens/s", "efficiency")
-        table = Table(*figures, "layout", title=title)
+        cells: list[tuple[Any, ...]] = []
         first = 0.0
         for scale in _SCALES:
             count = round(request.devices * scale)
@@ -352,14 +309,14 @@ def _scaling(request: PlanRequest, out: Console) -> None:
                 continue
             rows = request.plan(devices=count, global_batch=batch, keep=1).rows
             if not rows:
-                table.add_row(str(count), str(batch), "-", "-", "-", "nothing fits")
+                cells.append((count, batch, "-", "-", "-", "nothing fits"))
                 continue
             rate = _tokens(rows[0]) / rows[0].seconds
             first = first or rate / count
             share = f"{100 * rate / count / first:.0f} %"
-            figures_of_row = f"{rows[0].seconds:.3f}", f"{rate:,.0f}", share
-            table.add_row(str(count), str(batch), *figures_of_row, _named(rows[0]))
-        print_table(out, table)
+            figures = f"{rows[0].seconds:.3f}", f"{rate:,.0f}", share
+            cells.append((count, batch, *figures, _named(rows[0])))
+        show_table(out, columns, cells, title=title)
 
 
 def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fusedops.parallel.pipeline.schedules import (
     ScheduleTable,
     table,
 )
+from fusedops.terminal import svg
 
 _LABEL = re.compile(r"(\d+)([FBIW])(\d+)")
 # Of forwards, backwards and their halves; of the second stage of a rank and on darker.
@@ -80,21 +81,14 @@ class Timeline:
         """Return the plot: a row for each rank, a box for each action, bubbles left white."""
         height = _TOP + _ROW * len(self.spans) + 8
         caption = ": ".join(filter(None, (self.title, f"{100 * self.bubble():.1f} % bubbles")))
-        lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 10} {height}"'
-            f' role="img" aria-label="{caption}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{_LEFT + _WIDTH + 10}" height="{height}" fill="white"/>',
-            f'<text x="8" y="20">{caption}</text>',
-            *self._legend(),
-        ]
+        parts = [svg.text(8, 20, caption), *self._legend()]
         for rank, spans in enumerate(self.spans):
             y = _TOP + _ROW * rank
-            lines.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
-            lines.append(
-                f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="#f4f4f4"/>'
-            )
-            lines += self._row(y, spans)
-        return "\n".join([*lines, "</svg>"]) + "\n"
+            back = {"x": _LEFT, "y": y, "width": _WIDTH, "height": _HEIGHT}
+            parts.append(svg.text(8, y + 16, f"rank {rank}"))
+            parts.append(svg.element("rect", **back, fill="#f4f4f4"))
+            parts += self._row(y, spans)
+        return svg.document(_LEFT + _WIDTH + 10, height, caption, parts, heading=False)
 
     def save(self, path: str | Path) -> None:
         """Write the plot to a file."""
@@ -105,8 +99,9 @@ class Timeline:
         x = _LEFT + _WIDTH - 330
         for kind, name in _NAMES.items():
             if kind in kinds:
-                yield f'<rect x="{x}" y="10" width="12" height="12" fill="{_COLOURS[kind]}"/>'
-                yield f'<text x="{x + 17}" y="20">{name}</text>'
+                box = {"x": x, "y": 10, "width": 12, "height": 12}
+                yield svg.element("rect", **box, fill=_COLOURS[kind])
+                yield svg.text(x + 17, 20, name)
                 x += 84
 
     def _row(self, y: int, spans: Sequence[ActionSpan]) -> Iterator[str]:
@@ -116,16 +111,20 @@ class Timeline:
             kind, stage, microbatch = span.action
             x, width = _LEFT + (span.begin - self.begin) * scale, (span.end - span.begin) * scale
             strength = 1.0 - 0.35 * laps.index(stage) / max(1, len(laps) - 1)
-            yield (
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_HEIGHT}"'
-                f' fill="{_COLOURS[kind]}" fill-opacity="{strength:.2f}" stroke="white">'
-                f"<title>{span.action}</title></rect>"
+            yield svg.element(
+                "rect",
+                svg.element("title", svg.quoted(str(span.action))),
+                x=x,
+                y=y,
+                width=width,
+                height=_HEIGHT,
+                fill=_COLOURS[kind],
+                fill_opacity=f"{strength:.2f}",
+                stroke="white",
             )
             if width > 14:
-                yield (
-                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle"'
-                    f' font-size="10" fill="white">{microbatch}</text>'
-                )
+                style = {"text_anchor": "middle", "font_size": "10", "fill": "white"}
+                yield svg.text(x + width / 2, y + 16, str(microbatch), **style)
 
 
 def timeline(
