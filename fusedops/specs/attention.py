@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
-from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
-def _written_out(
+def written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -30,6 +29,7 @@ def _written_out(
     attend: Attend = attend,
     **options: Any,
 ) -> Any:
+    """Attend as model code does; also what the benchmark compares with."""
     left, right = window or (-1, -1)
     rows = query.shape[:-1]
     if query.dim() != 4:
@@ -65,7 +65,7 @@ def _eager(
 ) -> Any:
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     if options or (is_causal and attn_mask is not None):
-        return _written_out(*args, scale, enable_gqa, **options)
+        return written_out(*args, scale, enable_gqa, **options)
     return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -259,7 +259,7 @@ SPEC = Spec(
     name="attention",
     op=attention,
     eager=_eager,
-    non_finite=tuple(functools.partial(_written_out, attend=attend) for attend in NOT_FINITE),
+    non_finite=tuple(functools.partial(written_out, attend=attend) for attend in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,
@@ -278,7 +278,6 @@ SPEC = Spec(
     ),
     summary="softmax(query key^T) value with masks, windows, soft-cap, ALiBi, sinks, grouped heads",
     autocast="lower",
-    peers=lambda: {"naive": _written_out, **_peers.attention()},
     opinfo=("nn.functional.scaled_dot_product_attention",),
     from_opinfo=_from_opinfo,
     limits=(

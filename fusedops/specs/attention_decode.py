@@ -9,7 +9,6 @@ import torch
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
-from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
@@ -155,7 +154,6 @@ SPEC = Spec(
     bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),
     summary="attention of new tokens over a cache with ragged lengths",
     autocast="lower",
-    peers=_peers.attention_decode,
     rows_are_independent=False,
     double_backward=False,
     limits=("It has no gradient: generation has none.",),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
-from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
@@ -169,7 +168,6 @@ SPEC = Spec(
     ),
     summary="attention over packed sequences, no padding computed",
     autocast="lower",
-    peers=_peers.attention_varlen,
     rows_are_independent=False,
     limits=("alibi_slopes is not differentiable.",),
 )

@@ -114,19 +114,6 @@ def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
     return _case(label, (batch, rows, columns), (batch, rows, inner), (batch, inner, columns))
 
 
-def _matmul_add(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> torch.Tensor:
-    """Run matmul and add the addend, which broadcasts; the scale goes to the operand."""
-    product = torch.matmul(batch1 if alpha == 1 else alpha * batch1, batch2)
-    return product if beta == 0 else torch.add(product, input, alpha=beta)
-
-
 SPEC = Spec(
     name="baddbmm",
     op=baddbmm,
@@ -152,7 +139,6 @@ SPEC = Spec(
     ),
     summary="batched matrix product plus a broadcast addend",
     autocast="lower",
-    peers=lambda: {"matmul_add": _matmul_add},
     opinfo=("baddbmm",),
     rows_are_independent=False,
     limits=(

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
-from fusedops.specs import _peers
 from fusedops.specs.make import common_offset, randint, randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -160,7 +159,6 @@ SPEC = Spec(
     ),
     summary="cross-entropy of logits, softmax never in memory",
     autocast="keep",
-    peers=_peers.cross_entropy,
     opinfo=("nn.functional.cross_entropy",),
     from_opinfo=_from_opinfo,
     limits=(

@@ -9,7 +9,7 @@ import torch
 
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
-from fusedops.specs import _glu, _peers, depth
+from fusedops.specs import _glu, depth
 from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -79,5 +79,4 @@ SPEC = Spec(
     summary="gelu(gate) * up, all three variants",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers.geglu,
 )

@@ -139,13 +139,6 @@ def _case(
     return BenchCase.moving(label, make, elements, (flops, 2 * flops), headline=headline)
 
 
-def _torch_grouped_mm(
-    input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Run torch's own, which wants strides of 16 bytes."""
-    return F.grouped_mm(input, weight, offs=offsets)
-
-
 SPEC = Spec(
     name="grouped_mm",
     op=grouped_mm,
@@ -162,6 +155,5 @@ SPEC = Spec(
     ),
     summary="matrix products of groups of rows, each with its own weight",
     autocast="lower",
-    peers=lambda: {"torch_grouped_mm": _torch_grouped_mm} if hasattr(F, "grouped_mm") else {},
     rows_are_independent=False,
 )

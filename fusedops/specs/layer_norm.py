@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
-from fusedops.specs import _peers, depth
+from fusedops.specs import depth
 from fusedops.specs.make import common_offset, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -91,6 +91,5 @@ SPEC = Spec(
     summary="normalise rows, scale and shift",
     autocast="norm",
     depth=depth.of_rows(depth.normalized(1)),
-    peers=_peers.layer_norm,
     opinfo=("nn.functional.layer_norm",),
 )

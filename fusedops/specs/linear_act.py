@@ -100,22 +100,6 @@ def _case(
     return BenchCase.moving(label, make, elements, (2 * product, 4 * product), headline=headline)
 
 
-def _onednn(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str = "fast_gelu",
-) -> torch.Tensor:
-    """Run oneDNN's product through torch's own op; by default MKL serves float32."""
-    pointwise = torch.ops.mkldnn._linear_pointwise
-    fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-    if activation in fused:
-        post, algorithm = fused[activation]
-        return pointwise(input, weight, bias, post, [], algorithm)
-    return ACTIVATIONS[activation](pointwise(input, weight, bias, "none", [], ""))
-
-
 def _from_opinfo(
     input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -142,7 +126,6 @@ SPEC = Spec(
     ),
     summary="linear layer and activation in one product",
     autocast="lower",
-    peers=lambda: {"onednn": _onednn} if torch.backends.mkldnn.is_available() else {},
     opinfo=("nn.functional.linear",),
     from_opinfo=_from_opinfo,
     limits=(

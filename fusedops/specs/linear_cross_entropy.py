@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
-from fusedops.specs import _peers, cross_entropy
+from fusedops.specs import cross_entropy
 from fusedops.specs.make import common_offset, randint, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -161,7 +161,6 @@ SPEC = Spec(
     ),
     summary="head and cross-entropy, large logits never whole in memory",
     autocast="lower",
-    peers=_peers.linear_cross_entropy,
     limits=(
         "Logits that the backward recomputes save memory, not time: four matrix products "
         "where whole logits take three. On two Zen 4 cores forward and backward at 2048 x 768 x "

@@ -95,23 +95,6 @@ def _case(
     return BenchCase.moving(label, make, elements, (4 * product, 8 * product), headline=headline)
 
 
-def _onednn(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    *,
-    activation: str = "silu",
-) -> torch.Tensor:
-    """Run oneDNN's products through torch's own op, with all that it fuses."""
-    pointwise = torch.ops.mkldnn._linear_pointwise
-    fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-    fused |= {"silu": ("swish", "")}
-    post, algorithm = fused.get(activation, ("none", ""))
-    gate = pointwise(input, gate_weight, None, post, [], algorithm)
-    gate = gate if activation in fused else ACTIVATIONS[activation](gate)
-    return pointwise.binary(input, gate, up_weight, None, "mul")
-
-
 SPEC = Spec(
     name="linear_glu",
     op=linear_glu,
@@ -129,5 +112,4 @@ SPEC = Spec(
     ),
     summary="two linear layers, one activated and multiplied by the other, in one product",
     autocast="lower",
-    peers=lambda: {"onednn": _onednn} if torch.backends.mkldnn.is_available() else {},
 )

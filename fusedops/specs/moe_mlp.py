@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
-from fusedops._core.checks import UnsupportedError
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
-from fusedops.specs import _hf_experts, _routing
+from fusedops.specs import _routing
 from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -198,43 +196,6 @@ def _case(
     return BenchCase.moving(label, make, elements, flops, headline=headline)
 
 
-def _by_hf_experts(
-    experts: _hf_experts.Experts,
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    *biases: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    if any(bias is not None for bias in biases):
-        raise UnsupportedError("the peer has no biases")
-    weights = plan.probs.to(input.dtype)
-    return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
-
-
-def _dense_einsum(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    *biases: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Run every token through every expert and keep what the router chose."""
-    weights = input.new_zeros(input.shape[0], plan.num_experts)
-    weights = weights.scatter(1, plan.expert_ids.long(), plan.probs.to(input.dtype))
-    gate, up = torch.einsum("th,ehi->eti", input, w1).chunk(2, dim=2)
-    outputs = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
-    return torch.einsum("eth,te->th", outputs, weights)
-
-
-def _peers() -> dict[str, Callable[..., Any]]:
-    of_hf = _hf_experts.installed().items()
-    peers = {name: functools.partial(_by_hf_experts, experts) for name, experts in of_hf}
-    return {"dense_einsum": _dense_einsum, **peers}
-
-
 SPEC = Spec(
     name="moe_mlp",
     op=moe_mlp,
@@ -255,7 +216,6 @@ SPEC = Spec(
     ),
     summary="the experts of a mixture-of-experts layer",
     autocast="lower",
-    peers=_peers,
     rows_are_independent=False,
     # The gradient of a probability is float32: sum_c d[c] * h(z[c]) of unrounded d, but of z as it
     # is saved (or recomputed, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops._core import dtypes
 from fusedops.ops.rms_norm import rms_norm
-from fusedops.specs import _peers, depth
+from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
 from fusedops.specs.make import common_offset, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
@@ -101,7 +101,6 @@ SPEC = Spec(
     summary="divide rows by their root mean square and scale",
     autocast="norm",
     depth=depth.of_rows(depth.normalized(1)),
-    peers=_peers.rms_norm,
     opinfo=("nn.functional.rms_norm",),
     limits=(
         "On a GPU the roundings are those of the models, but the order of the sum of squares is "

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
-from fusedops.specs import _peers, depth
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
@@ -152,6 +152,5 @@ SPEC = Spec(
     summary="rotary position embedding of query and key, half or interleaved, partial",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers.rotary_embedding,
     limits=("Gradients of cos and sin come from the eager reference.",),
 )

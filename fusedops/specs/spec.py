@@ -164,10 +164,6 @@ class Spec:
     # what one of them gives; by default ``eager`` alone. Needed where that is a kernel of torch's
     # that loses NaN, and for what an op promises beyond torch.
     non_finite: tuple[Callable[..., Tensors], ...] = ()
-    # Label -> function of the same signature, another library's. It may have ``devices``, the types
-    # of device that it is timed on, and raises ``UnsupportedError`` for what it cannot do and where
-    # it is not installed (``specs/_peers.py``).
-    peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()  # names of the torch OpInfo entries that describe the same op
     # Turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of ``op``, or
     # ``None`` when that sample means something that ``op`` does not offer; by default they are the

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
-from fusedops.specs import _glu, _peers, depth
+from fusedops.specs import _glu, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
 
@@ -49,5 +49,4 @@ SPEC = Spec(
     summary="silu(gate) * up",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers.swiglu,
 )

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import fusedops
 from fusedops._core.architecture import cpu_slug
 from fusedops.bench import limits as limits_module
+from fusedops.bench import peers
 from fusedops.bench.cases import tiny_sample
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
@@ -62,7 +63,6 @@ def _spec(name: str, **changes: Any) -> Spec:
         "bench_cases": (case,),
         "summary": "",
         "autocast": "keep",
-        "peers": lambda: {"peer": twice_as_much_memory},
     }
     return Spec(name=name, **(given | changes))
 
@@ -72,6 +72,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two private specs, and limits that need no measuring."""
     specs = {name: _spec(name) for name in ("exponential", "other")}
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    peer = {"peer": twice_as_much_memory}
+    monkeypatch.setattr(peers, "PEERS", {name: lambda: peer for name in specs})
     limits = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
     monkeypatch.setattr(limits_module, "measure_limits", lambda *_: limits)
     threads = torch.get_num_threads()
@@ -158,7 +160,8 @@ def test_contender_that_fails_costs_only_its_rows(
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel image\nsecond line")
 
-    spec = _spec("exponential", peers=lambda: {"peer": broken})
+    spec = _spec("exponential")
+    monkeypatch.setitem(peers.PEERS, "exponential", lambda: {"peer": broken})
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"exponential": spec})
     done = bench("exponential", "--dtype", "float32", "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 0
@@ -175,7 +178,8 @@ def test_contender_without_gradient_has_forward_rows_only(
     def without(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x.detach()).requires_grad_()
 
-    spec = _spec("exponential", peers=lambda: {"peer": without})
+    spec = _spec("exponential")
+    monkeypatch.setitem(peers.PEERS, "exponential", lambda: {"peer": without})
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"exponential": spec})
     done = bench("exponential", "--dtype", "float32", "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 0, done.output
@@ -219,7 +223,8 @@ def test_a_peer_that_overwrites_its_arguments_gets_copies(
         made.append(_make(device, dtype))
         return made[-1]
 
-    spec = _spec("exponential", peers=lambda: {"peer": Overwriting()})
+    spec = _spec("exponential")
+    monkeypatch.setitem(peers.PEERS, "exponential", lambda: {"peer": Overwriting()})
     spec = replace(spec, bench_cases=(replace(spec.bench_cases[0], make=make),))
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"exponential": spec})
     done = bench("exponential", "--dtype", "float32", "--json", str(tmp_path / "a.json"))
