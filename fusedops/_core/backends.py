@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, env, extension, kernel_failures, launch_plans
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from fusedops._core import env
 from fusedops.launch.config_table import InputError
+from fusedops.runtime import job_env
 
 _KEY = "fusedops/start"
 _SHOWN_RANKS = 8
@@ -37,7 +37,7 @@ def own_place(device: torch.device, problem: str) -> Place:
     gpu = ""
     if device.type == "cuda" and not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(socket.gethostname(), device.type, gpu, env.local_ranks(), problem)
+    return Place(socket.gethostname(), device.type, gpu, job_env.local_ranks(), problem)
 
 
 def exchange(place: Place, store: dist.Store, rank: int, size: int) -> list[Place]:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusedops._core import env
+from fusedops.runtime import job_env
 from fusedops.testing.ranks import RankError
 
 PATIENCE = 120.0
@@ -137,7 +137,7 @@ def _serve(connection: Connection) -> None:
 def _world(store: str, rank: int, size: int, patience: float) -> Any:
     from torch import distributed as dist
 
-    env.set_launched(rank, size)
+    job_env.set_launched(rank, size)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, size),

@@ -18,7 +18,6 @@ import torch
 from typer.testing import CliRunner
 
 import fusedops
-from fusedops._core.architecture import cpu_slug
 from fusedops.bench import limits as limits_module
 from fusedops.bench import peers
 from fusedops.bench.cases import tiny_sample
@@ -26,6 +25,7 @@ from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
+from fusedops.runtime.architecture import cpu_slug
 from fusedops.runtime.peak import peak_bytes
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
