@@ -156,9 +156,13 @@ def run_misspelt(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
     specs = {"gelu": all_specs()["gelu"]}
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
     monkeypatch.setenv("FUSEDOPS_BACKEND", "tritn")
-    with backends.use_backend(None):
-        backends.start()  # as the import of a process of its own does
+    usual = backends._requests[0]
+    backends.start()  # as the import of a process of its own does
+    try:
         return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    finally:
+        backends._requests[0] = usual
+        backends._apply_request()
 
 
 def test_a_misspelt_backend_does_not_keep_the_doctor_from_reporting(
