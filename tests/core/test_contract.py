@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import _contract_code, _contract_grammar, backends, contract, extension
+from fusedops._core import _contract_code, backends, contract, extension
+from fusedops._core._contract_grammar import Contract
 from fusedops.specs import MultiTensorSpec, all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming
 from fusedops.specs.recorder import RecordOps
@@ -29,7 +30,7 @@ native = pytest.mark.skipif(
 
 
 def program(rules: contract.Rules, *arguments: tuple[str, str]) -> contract.Program:
-    return _contract_grammar.programs("op", arguments, rules)[0]
+    return Contract("op", arguments, rules).program(arguments)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
