@@ -7,6 +7,7 @@ This file has the options, the states and the arguments of a step; the arithmeti
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.kernels import _pointer_table
 from fusedops.ops.adamw import Draw
 from fusedops.ops.adamw import adamw as make_step
-from fusedops.optim import _rounding, _shards
+from fusedops.optim import _shards
 from fusedops.optim._batches import Collected, GroupBatch
 from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
@@ -34,6 +35,11 @@ from fusedops.optim.norms import clip_coefficient, global_norm
 
 # A parameter that takes part in a step: its group, its index there, and itself.
 Member = tuple[dict[str, Any], int, Any]
+# Stochastic rounding draws by the parameter's name and the element's number in it: neither
+# processes, shards nor parameter groups change a bit. Wrappers put these into names. A module of
+# such a name loses it, which does no harm: two parameters that share their numbers are each rounded
+# without bias all the same.
+_WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 class AdamW(torch.optim.AdamW):
@@ -135,17 +141,10 @@ class AdamW(torch.optim.AdamW):
         checks.flag(op, "differentiable", differentiable)
         if not isinstance(params, Iterable):
             checks.fail_type(op, "params", "an iterable of parameters or groups", params)
-        check_group(
-            op,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
+        of_torch: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        of_torch |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
+        of_torch |= {"foreach": foreach, "fused": fused}
+        check_group(op, **of_torch)
         if differentiable:
             raise UnsupportedError(
                 f"{op}: differentiable must be False, got {differentiable}: "
@@ -166,18 +165,7 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm: torch.Tensor | None = None
         self._capturable = capturable
         self._forget_steps()
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            fused=fused,
-        )
+        super().__init__(params, capturable=capturable, **of_torch)
         # GradScaler then leaves unscaling, and skipping where it found inf, to the step.
         self._step_supports_amp_scaling = True
 
@@ -449,11 +437,18 @@ class AdamW(torch.optim.AdamW):
         return self.policy.storage(param)
 
     def _draw(self, group: dict[str, Any], index: int, param: torch.Tensor) -> Draw | None:
+        """Return what stochastic rounding of a parameter, or of its part that is here, draws by.
+
+        Parameters without a name share a key.
+        """
         if not self._storage(param).draws:
             return None
         if param not in self._draws:
             name = _name(group, index)
-            self._draws[param] = _rounding.draw(param, name, self.policy.seed)
+            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            digest = hashlib.blake2b(f"{self.policy.seed}:{plain}".encode(), digest_size=8).digest()
+            key = int.from_bytes(digest, "little", signed=True)
+            self._draws[param] = Draw(key, *_shards.place(param, name or "without name"))
         return self._draws[param]
 
     def _decay(self, group: dict[str, Any], index: int) -> float:
