@@ -205,6 +205,17 @@ CASES += [
         "k // zero if k else 1": False,
     }.items()
 ]
+# Every operator around the values where its result changes, negative ones too.
+CASES += [
+    case(None if holds else "k must be", tensor(3), k, x="T [n]", k=rule, others="int k")
+    for sign in contract.OPERATORS
+    for k in (-7, 2, 3, 4, 7)
+    for rule, holds in (
+        [(f"k {sign} 3", eval(f"{k} {sign} 3"))]
+        if sign in ("<", "<=", ">", ">=", "==", "!=")
+        else [(f"k {sign} 3 == {eval(f'{k} {sign} 3')}", True)]
+    )
+]
 rules_and_calls = pytest.mark.parametrize(("rules", "arguments", "args", "words"), CASES)
 _TRIED = torch.library.Library("fusedops", "FRAGMENT")
 
