@@ -10,7 +10,7 @@ What is compiled is found by name:
 | sources | how |
 |---|---|
 | ``csrc/{,cpu/*,runtime/*}/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/{cpu,runtime}/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``... |
+| ``csrc/{cpu,runtime}/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=AVX2`` and so on |
 | ``csrc/host/*.cpp`` | once, a module for any Python, which links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for four GPUs (``native_flags.py``), to PTX for others; no torch |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |

@@ -150,11 +150,11 @@ def case_of(
 
 def launches() -> dict[tuple[str, str], dict[str, Any]]:
     """Return Liger's launches, forward and backward, by op and kernel."""
-    from fusedops.specs import all_specs
+    from fusedops.bench.peers import peers_of
 
     found = {}
     for op, args in calls().items():
-        peer = all_specs()[op].peers()["liger"]
+        peer = peers_of(op)["liger"]
 
         def both(peer: Any = peer, args: tuple[Any, ...] = args) -> None:
             outputs = peer(*args)

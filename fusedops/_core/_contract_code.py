@@ -28,8 +28,7 @@ _OPERATIONS = {
     for code, name in enumerate(
         (
             *("constant", "size", "argument", "word", "given", "itemsize", "len", "item", "if"),
-            *("+", "-", "*", "//", "%", "<", "<=", ">", ">=", "==", "!=", "and", "or"),
-            *("unknown", "count"),
+            *(*contract.OPERATORS, "and", "or", "unknown", "count"),
         )
     )
 }

@@ -11,6 +11,7 @@ from typing import Any
 from fusedops._core.contract import (
     DTYPES,
     FLOATS,
+    OPERATORS,
     Atom,
     Choice,
     Definition,
@@ -26,21 +27,13 @@ from fusedops._core.contract import (
     TensorRule,
 )
 
-_OPERATORS: dict[type, str] = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.FloorDiv: "//",
-    ast.Mod: "%",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-    ast.And: "and",
-    ast.Or: "or",
-}
+_NODES = (
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod),
+    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq),
+)
+_OPERATORS: dict[type, str] = {ast.And: "and", ast.Or: "or"} | dict(
+    zip(_NODES, OPERATORS, strict=True)
+)
 
 _EACH = "each "  # a rule of the elements of lists
 _OR_NONE = "or none "  # after "each": a list that may be empty
@@ -51,43 +44,25 @@ class _AbsentError(Exception):
     """An expression names an argument that this operator does not have."""
 
 
-def programs(
-    op: str,
-    forward: Sequence[tuple[str, str]],
-    rules: Rules,
-    *,
-    returns: Collection[str] = (),
-    backward: Sequence[tuple[str, str]] | None = None,
-    gradients: Gradients | None = None,
-    inputs: Collection[str] = (),
-) -> tuple[Program, Program | None]:
-    """Return the programs of an op and of its backward.
+class Contract:
+    """The rules of an op, from which the programs of the op and of its backward are made.
 
     Args:
         op: the op's name.
         forward: kind and name of each argument, in the order of the schema.
         rules: the contract, as ``contract.py`` describes it.
         returns: names of the results, which have rules as well.
-        backward: likewise, ``None`` without a backward.
-        gradients: what the backward's mask needs.
-        inputs: names of the arguments whose gradients the backward returns.
 
     Raises:
-        ValueError: a rule cannot be read, or an argument has none.
+        ValueError: an argument or a result has no rule; from ``program``, a rule cannot be read.
     """
-    builder = _Builder(op, forward, rules, returns)
-    steps = builder.steps(forward, backward=False)
-    first = Program(op, tuple(forward), steps, builder.results(returns))
-    if backward is None:
-        return first, None
-    assert gradients is not None
-    steps = (gradients, *builder.steps(backward, backward=True))
-    return first, Program(f"{op}_backward", tuple(backward), steps, builder.results(inputs))
 
-
-class _Builder:
     def __init__(
-        self, op: str, forward: Sequence[tuple[str, str]], rules: Rules, returns: Collection[str]
+        self,
+        op: str,
+        forward: Sequence[tuple[str, str]],
+        rules: Rules,
+        returns: Collection[str] = (),
     ) -> None:
         self.op = op
         self.rules = [
@@ -99,7 +74,26 @@ class _Builder:
             raise ValueError(f"contract of {op}: no rule for {', '.join(missing)}")
         self.forward = {name for _, name in forward} | set(returns)
 
-    def steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
+    def program(
+        self,
+        arguments: Sequence[tuple[str, str]],
+        results: Collection[str] = (),
+        gradients: Gradients | None = None,
+    ) -> Program:
+        """Return the program of the op, or with ``gradients`` that of its backward.
+
+        ``results`` are names of results of the op, or of the inputs whose gradients are returned.
+        """
+        if gradients is None:
+            op, steps = self.op, self._steps(arguments, backward=False)
+        else:
+            op = f"{self.op}_backward"
+            steps = (gradients, *self._steps(arguments, backward=True))
+        rules = dict(self.rules)
+        empty = tuple(self._tensor(name, False, str(rules[name])) for name in results)
+        return Program(op, tuple(arguments), steps, empty)
+
+    def _steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
         """Return the checks of these arguments, in the order of the rules."""
         self.places = {name: index for index, (_, name) in enumerate(arguments)}
         self.kinds = {name: kind for kind, name in arguments}
@@ -122,11 +116,6 @@ class _Builder:
         if of_elements:
             steps.insert(of_elements[0][0], self._elements([step for _, step in of_elements]))
         return tuple(step for step in steps if step is not None)
-
-    def results(self, names: Collection[str]) -> tuple[TensorRule, ...]:
-        """Return what results must be, by the rules of these names; call ``steps`` before."""
-        rules = dict(self.rules)
-        return tuple(self._tensor(name, False, str(rules[name])) for name in names)
 
     def _elements(self, steps: Sequence[Step | None]) -> Elements:
         lists = tuple(

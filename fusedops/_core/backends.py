@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, env, extension, kernel_failures, launch_plans
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
 
@@ -32,6 +32,9 @@ BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
 # Of the GPUs that the CUDA library has code for (tools/native_flags.py).
 _OLDEST_CAPABILITY = (8, 0)
+# Verdicts of the compiled router on a call that it hands over (csrc/contract.h).
+_UNCHECKED, _ALLOWED, _REFUSED = range(3)
+_DOES_NOT_FIT = "its kernel does not compile for this GPU, or does not fit it ({})"
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -63,10 +66,13 @@ class Resolution:
 
 
 @dataclass(frozen=True, eq=False)
-class _Block:
-    """What an open block asks for, or (the first of several) what holds without any."""
+class _Request:
+    """The backend that a block asks for, or at the bottom of the stack the environment.
 
-    backend: str | None
+    While the latter has a mistake in it and nothing else is asked for, no op runs.
+    """
+
+    backend: str | None = None
     mistake: str | None = None
 
 
@@ -74,12 +80,11 @@ _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
 _changes = 0  # of the state, other than the arguments, that `resolve` depends on
-_requested: str | None = None
-_mistake: str | None = None  # of the environment: until something else is asked for, no op runs
-# Blocks of use_backend that are open, oldest first: those of several threads, tasks or generators
-# end in any order. Reentrant: a generator may be collected, and end, at any time.
-_BLOCKS_LOCK = threading.RLock()
-_requests: list[_Block] = []
+# The environment, then blocks of use_backend that are open, oldest first: those of several threads,
+# tasks or generators end in any order. Reentrant: a generator may be collected, and end, at any
+# time.
+_REQUESTS_LOCK = threading.RLock()
+_requests = [_Request()]
 
 
 def register(kernels: Kernels) -> None:
@@ -98,7 +103,7 @@ def reference(name: str) -> Callable[..., Any]:
 
 def requested() -> str | None:
     """Return the backend that was asked for explicitly, or ``None``."""
-    return _requested
+    return _requests[-1].backend
 
 
 @contextlib.contextmanager
@@ -125,18 +130,16 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         checks.choice("use_backend", "name", name, BACKENDS)
-    block = _Block(name)
-    with _BLOCKS_LOCK:
-        _requests.extend([block] if _requests else [_Block(_requested, _mistake), block])
-        _request(name)
+    request = _Request(name)
+    with _REQUESTS_LOCK:
+        _requests.append(request)
+        _apply_request()
     try:
         yield
     finally:
-        with _BLOCKS_LOCK:
-            _requests.remove(block)
-            _request(_requests[-1].backend, _requests[-1].mistake)
-            if len(_requests) == 1:
-                _requests.clear()
+        with _REQUESTS_LOCK:
+            _requests.remove(request)
+            _apply_request()
 
 
 def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
@@ -152,32 +155,33 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
             ``FUSEDOPS_BACKEND``, has an invalid value.
         UnsupportedError: if the requested backend cannot run them.
     """
-    if _mistake is not None:
-        raise ValueError(_mistake)
+    request = _requests[-1]
+    if request.mistake is not None:
+        raise ValueError(request.mistake)
     if not isinstance(name, str) or name not in _KERNELS:
         checks.choice("resolve", "name", name, op_names())
     checks.flag("resolve", "backward", backward)
     kernels = _KERNELS[name]
     device = _device(args)
-    if _requested is not None:
-        reason = _unsupported(kernels, _requested, device, args, backward)
-        if reason is not None:
-            raise UnsupportedError(
-                f"{name}: backend {_requested!r} was requested but cannot run it: {reason}"
-            )
-        return Resolution(_requested, ())
     passed_over: list[tuple[str, str]] = []
-    for backend in order(device):
+    for backend in order(device) if request.backend is None else (request.backend,):
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
             return Resolution(backend, tuple(passed_over))
         passed_over.append((backend, reason))
-    raise AssertionError("the reference runs everywhere")
+    # The last backend of every order is the reference, which runs everywhere.
+    raise UnsupportedError(
+        f"{name}: backend {request.backend!r} was requested but cannot run it: {reason}"
+    )
 
 
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
-    kernels, (verdict, request) = _KERNELS[name], _verdict()
+    kernels = _KERNELS[name]
+    # Of the compiled router: its verdict on this call, and the number of a plan that it requests.
+    verdict, request = _UNCHECKED, 0
+    if extension.cpu_library() is None:
+        verdict, request = torch.ops.fusedops_native.take_verdict()
     if kernels.check is not None and not backward:
         kernels.check(*args)
     program = None if kernels.contracts is None else kernels.contracts[backward]
@@ -234,7 +238,7 @@ def _step_down(
 ) -> None:
     """Record that a Triton kernel cannot run here, so that the next backend serves the call."""
     op = name + "_backward" * backward
-    reason = f"its kernel does not compile for this GPU, or does not fit it ({failure})"
+    reason = _DOES_NOT_FIT.format(failure)
     if getattr(torch.ops.fusedops, op).default._schema.is_mutable:
         # An earlier launch of the same call may have written already: the call cannot be repeated.
         raise UnsupportedError(
@@ -242,7 +246,7 @@ def _step_down(
             f'FUSEDOPS_BACKEND="torch" or inside fusedops.use_backend("torch")'
         ) from error
     kernel_failures.record(name, backward, args, reason)
-    if _requested is None and (op, "triton", reason) not in _LOGGED:
+    if requested() is None and (op, "triton", reason) not in _LOGGED:
         _LOGGED.add((op, "triton", reason))
         _LOG.warning("%s: does not run on triton from now on for such calls: %s", op, reason)
 
@@ -261,9 +265,7 @@ def repeat(name: str, launch: Callable[[], Any]) -> Any:
         failure = kernel_failures.describe(error)
         if failure is None:
             raise
-        raise UnsupportedError(
-            f"{name}: its kernel does not compile for this GPU, or does not fit it ({failure})"
-        ) from error
+        raise UnsupportedError(f"{name}: {_DOES_NOT_FIT.format(failure)}") from error
 
 
 def order(device: torch.device) -> tuple[str, ...]:
@@ -293,28 +295,13 @@ def reset_counters() -> None:
         torch.ops.fusedops_native.reset_counts()
 
 
-def _request(name: str | None, mistake: str | None = None) -> None:
-    global _requested, _mistake, _changes
-    _requested, _mistake = name, mistake
+def _apply_request() -> None:
+    """Let the compiled router know whether calls must come to Python."""
+    global _changes
     _changes += 1
     if extension.cpu_library() is None:
-        in_python = name is not None or mistake is not None
-        torch.ops.fusedops_native.set_route_to_python(in_python)
-
-
-# What the compiled router says of the call that it hands over (csrc/contract.h).
-_ALLOWED, _REFUSED = 1, 2
-
-
-def _verdict() -> tuple[int, int]:
-    """Return the compiled router's verdict on this call (0: unchecked) and a plan number.
-
-    The number is that of the launch plan that it requests; 0: none.
-    """
-    if extension.cpu_library() is not None:
-        return 0, 0
-    verdict, request = torch.ops.fusedops_native.take_verdict()
-    return verdict, request
+        asks = requested() is not None or _requests[-1].mistake is not None
+        torch.ops.fusedops_native.set_route_to_python(asks)
 
 
 def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -428,7 +415,6 @@ def start() -> None:
     for message in env.unknown():
         _LOG.warning(message)
     wrong = env.mistakes(BACKENDS)
-    if wrong:
-        _request(None, wrong[0])
-    elif env.backend() is not None:
-        _request(env.backend())
+    with _REQUESTS_LOCK:
+        _requests[0] = _Request(mistake=wrong[0]) if wrong else _Request(env.backend())
+        _apply_request()

@@ -210,19 +210,14 @@ def flag(op: str, argument: str, value: Any) -> None:
     raise TypeError(f"{op}: {argument} must be a bool, got {type_name(value)}")
 
 
-def flags(op: str, config: Any) -> None:
-    """Raise unless all fields of a dataclass whose default is a bool are ``True`` or ``False``."""
-    for field in dataclasses.fields(config):
-        if isinstance(field.default, bool):
-            flag(op, field.name, getattr(config, field.name))
-
-
 def fields(op: str, config: Any, rules: Mapping[str, Rule]) -> None:
     """Raise unless the flags of a dataclass are bools and its other fields keep their rules.
 
-    ``None`` is always right where it is the default.
+    A flag is a field whose default is a bool. ``None`` is always right where it is the default.
     """
-    flags(op, config)
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            flag(op, field.name, getattr(config, field.name))
     for name, rule in rules.items():
         value = getattr(config, name)
         if value is not None or getattr(type(config), name, "") is not None:

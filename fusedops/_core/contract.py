@@ -54,6 +54,7 @@ depend on a tensor that is not given are skipped.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,20 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "bool": (torch.bool,),
 }
 Rules = Mapping[str, "str | Collection[str]"]
+# In the order of csrc/contract_code.h. The grammar has the names that ``ast`` gives them.
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 # An expression: a tuple of what it is and its operands, for example ("+", ("size", "n"), 1).
 Expression = Any
 
@@ -204,10 +219,7 @@ class Bindings:
     layout: torch.Tensor | None = None  # the first tensor that must be dense
 
 
-class _UnknownError(Exception):
-    """An expression names what is not known: nothing is asked."""
-
-
+_UNKNOWN = KeyError  # what an expression raises that names what is not known: nothing is asked
 _NO_VALUE = (ZeroDivisionError, IndexError)  # what an expression raises that cannot be computed
 
 
@@ -357,7 +369,7 @@ class Program:
                     known.lists[step.name] = self._broadcast(step.name, *pair)
             else:
                 known.sizes[step.name] = _value(step.expression, known)
-        except _UnknownError:
+        except _UNKNOWN:
             pass
         except _NO_VALUE:
             self._refuse(step, known)
@@ -371,7 +383,7 @@ class Program:
     def _require(self, step: Requirement, known: Bindings) -> None:
         try:
             holds = _holds(_value(step.expression, known))
-        except _UnknownError:
+        except _UNKNOWN:
             return
         except _NO_VALUE:
             holds = False
@@ -489,7 +501,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Bindings) -
             continue
         try:
             value = _value(rule.expression, Bindings(known.args, bound, lists))
-        except _UnknownError:
+        except _UNKNOWN:
             continue
         except _NO_VALUE:
             return False
@@ -503,27 +515,8 @@ def _value(expression: Expression, known: Bindings) -> Any:
     if not isinstance(expression, tuple):
         return expression
     kind, *operands = expression
-    if kind == "unknown" or (kind == "size" and operands[0] not in known.sizes):
-        raise _UnknownError
-    if kind == "size":
-        return known.sizes[operands[0]]
-    if kind == "argument":
-        return known.args[operands[0]]
-    if kind == "count":
-        return len(known.args[operands[0]])
-    if kind == "word":
-        return known.args[operands[0]] == operands[1]
-    if kind == "given":
-        return known.args[operands[0]] is not None
-    if kind == "itemsize":
-        if known.args[operands[0]] is None:
-            raise _UnknownError
-        return known.args[operands[0]].dtype.itemsize
-    if kind in ("len", "item"):
-        sizes = known.lists.get(operands[0])
-        if sizes is None:
-            raise _UnknownError
-        return len(sizes) if kind == "len" else sizes[_value(operands[1], known)]
+    if kind in _READ:
+        return _READ[kind](known, *operands)
     if kind == "if":
         condition, then, otherwise = operands
         return _value(then if _holds(_value(condition, known)) else otherwise, known)
@@ -532,21 +525,28 @@ def _value(expression: Expression, known: Bindings) -> Any:
         return _holds(_value(first, known)) and _holds(_value(second, known))
     if kind == "or":
         return _holds(_value(first, known)) or _holds(_value(second, known))
-    return _COMPUTE[kind](_value(first, known), _value(second, known))
+    return OPERATORS[kind](_value(first, known), _value(second, known))
 
 
-_COMPUTE: dict[str, Any] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "//": lambda a, b: a // b,
-    "%": lambda a, b: a % b,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
+def _unknown(*_: Any) -> Any:
+    raise _UNKNOWN
+
+
+def _itemsize(known: Bindings, place: int) -> int:
+    return _unknown() if known.args[place] is None else known.args[place].dtype.itemsize
+
+
+# What reads the arguments and what they have bound; a name that has no value yet is unknown.
+_READ: dict[str, Callable[..., Any]] = {
+    "unknown": _unknown,
+    "size": lambda known, name: known.sizes[name],
+    "argument": lambda known, place: known.args[place],
+    "count": lambda known, place: len(known.args[place]),
+    "word": lambda known, place, word: known.args[place] == word,
+    "given": lambda known, place: known.args[place] is not None,
+    "itemsize": _itemsize,
+    "len": lambda known, name: len(known.lists[name]),
+    "item": lambda known, name, index: known.lists[name][_value(index, known)],
 }
 
 
@@ -560,7 +560,7 @@ def _rendered(sizes: tuple[SizeRule, ...], known: Bindings) -> str:
             continue
         try:
             value = _value(rule.expression, known)
-        except (_UnknownError, *_NO_VALUE):
+        except (_UNKNOWN, *_NO_VALUE):
             value = rule.text
         parts.append(f"1 or {value}" if rule.broadcast else str(value))
     return f"[{', '.join(parts)}]"

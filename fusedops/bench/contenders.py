@@ -16,6 +16,7 @@ import torch
 
 from fusedops._core import backends
 from fusedops._core.checks import UnsupportedError
+from fusedops.bench.peers import peers_of
 from fusedops.specs import Sample, Spec, tensors_in
 
 EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
@@ -150,7 +151,7 @@ def contenders(
         if only or all_backends or name not in (*automatic_backends.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
     kinds = {tensor.device.type for tensor in call.sample.tensors}
-    for label, peer in spec.peers().items():
+    for label, peer in peers_of(spec.name).items():
         if kinds <= set(getattr(peer, "devices", kinds)):
             admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
     return able, notes
@@ -204,7 +205,7 @@ def names(spec: Spec) -> list[str]:
     """Return the names of all contenders there can be for an op."""
     known = [EAGER, COMPILE, AUTOMATIC]
     known += [f"{AUTOMATIC}:{name}" for name in backends.BACKENDS]
-    return [*known, *spec.peers()]
+    return [*known, *peers_of(spec.name)]
 
 
 def _backends_of(call: ContenderCall) -> tuple[str, ...]:

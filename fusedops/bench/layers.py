@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops.bench import hf_experts
+from fusedops.bench.peers import PEERS
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
-from fusedops.specs import BenchCase, Sample, Spec, _hf_experts
+from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.specs.make import randn
 
 GROUPS = ("moe",)
@@ -56,7 +58,7 @@ def _einsum(input: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: 
     return torch.einsum("eti,ehi->th", hidden, down)
 
 
-def _routed(experts: _hf_experts.Experts) -> Callable[..., Tensor]:
+def _routed(experts: hf_experts.Experts) -> Callable[..., Tensor]:
     """Return a layer: the routing of a Mixtral layer in front of its experts."""
 
     def layer(
@@ -70,7 +72,7 @@ def _routed(experts: _hf_experts.Experts) -> Callable[..., Tensor]:
 
 
 def _peers() -> dict[str, Callable[..., Any]]:
-    experts = {"einsum": _einsum, **_hf_experts.installed()}
+    experts = {"einsum": _einsum, **hf_experts.installed()}
     return {name: _routed(function) for name, function in experts.items()}
 
 
@@ -125,7 +127,7 @@ MOE_LAYER = Spec(
     ),
     summary="a layer of experts: choice, products and combination",
     autocast="lower",
-    peers=_peers,
 )
 
+PEERS[MOE_LAYER.name] = _peers
 LAYERS = {MOE_LAYER.name: MOE_LAYER}

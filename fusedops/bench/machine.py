@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fusedops._core import architecture, env
-from fusedops.runtime import host
+from fusedops._core import env
+from fusedops.runtime import architecture, host
 
 
 @dataclass(frozen=True)

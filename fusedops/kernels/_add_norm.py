@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fusedops._core import philox
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 from fusedops.kernels import _launch, _norm, bias_dropout_add
 from fusedops.kernels._device import dropout
 from fusedops.kernels._norm import MAX_FUSED, NormVariant

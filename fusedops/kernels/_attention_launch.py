@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fusedops._core import env
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
 from fusedops.kernels._triton_version import at_least

@@ -15,7 +15,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedops._core import env
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 
 _ALIGNMENT = 16  # bytes
 _LARGEST = 2**31 - 1  # positions are 32-bit

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._core.architecture import compute_capability
+from fusedops._core.capability import compute_capability
 from fusedops.kernels import _launch
 from fusedops.kernels._device import exp
 from fusedops.kernels._triton_version import at_least

@@ -7,6 +7,7 @@ This file has the options, the states and the arguments of a step; the arithmeti
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.parameter_names import plain_name
 from fusedops.kernels import _pointer_table
 from fusedops.ops.adamw import Draw
 from fusedops.ops.adamw import adamw as make_step
-from fusedops.optim import _rounding, _shards
+from fusedops.optim import _shards
 from fusedops.optim._batches import Collected, GroupBatch
 from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
@@ -135,17 +137,10 @@ class AdamW(torch.optim.AdamW):
         checks.flag(op, "differentiable", differentiable)
         if not isinstance(params, Iterable):
             checks.fail_type(op, "params", "an iterable of parameters or groups", params)
-        check_group(
-            op,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
+        of_torch: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        of_torch |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
+        of_torch |= {"foreach": foreach, "fused": fused}
+        check_group(op, **of_torch)
         if differentiable:
             raise UnsupportedError(
                 f"{op}: differentiable must be False, got {differentiable}: "
@@ -166,18 +161,7 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm: torch.Tensor | None = None
         self._capturable = capturable
         self._forget_steps()
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            fused=fused,
-        )
+        super().__init__(params, capturable=capturable, **of_torch)
         # GradScaler then leaves unscaling, and skipping where it found inf, to the step.
         self._step_supports_amp_scaling = True
 
@@ -449,11 +433,20 @@ class AdamW(torch.optim.AdamW):
         return self.policy.storage(param)
 
     def _draw(self, group: dict[str, Any], index: int, param: torch.Tensor) -> Draw | None:
+        """Return what stochastic rounding of a parameter, or of its part that is here, draws by.
+
+        They are drawn by the parameter's name and the element's number in it: neither processes,
+        shards nor parameter groups change a bit. Parameters of one plain name, or without a name,
+        share their numbers, which does no harm: each is rounded without bias all the same.
+        """
         if not self._storage(param).draws:
             return None
         if param not in self._draws:
             name = _name(group, index)
-            self._draws[param] = _rounding.draw(param, name, self.policy.seed)
+            text = f"{self.policy.seed}:{plain_name(name)}"
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            key = int.from_bytes(digest, "little", signed=True)
+            self._draws[param] = Draw(key, *_shards.place(param, name or "without name"))
         return self._draws[param]
 
     def _decay(self, group: dict[str, Any], index: int) -> float:

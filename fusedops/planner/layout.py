@@ -95,7 +95,7 @@ class TrainingShape:
         checks.integer(op, "micro_batch", self.micro_batch, least=1)
         if self.seq_len is not None:
             checks.integer(op, "seq_len", self.seq_len, least=1)
-        checks.flags(op, self)
+        checks.fields(op, self, {})
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "kernels", self.kernels, KERNELS)
         checks.finite(op, "expert_imbalance", self.expert_imbalance, least=1.0)

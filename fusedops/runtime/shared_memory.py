@@ -2,9 +2,9 @@
 
 gloo sends every byte through a socket, on one machine too. Where all ranks of a group of gloo see
 each other's memory, collectives of equal tensors on the CPU go through rings in it
-(``csrc/runtime/shared_memory/channel.cpp``); everything else stays with the group's own backend. The
-ranks agree on it when they first communicate: one that cannot, or has ``FUSEDOPS_SHARED_MEMORY=0``,
-keeps all on sockets. Groups of NCCL never use it.
+(``csrc/runtime/shared_memory``); everything else stays with the group's own backend. The ranks
+agree on it when they first communicate: one that cannot, or has ``FUSEDOPS_SHARED_MEMORY=0``, keeps
+all on sockets. Groups of NCCL never use it.
 
 Sums have the bits of ``collectives.ordered_sum``, whatever the size of the tensor. Every piece in
 the rings names its collective. Ranks that call different ones all get a ``ValueError`` that names

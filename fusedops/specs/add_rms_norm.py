@@ -8,7 +8,7 @@ import torch
 
 from fusedops._core import dtypes
 from fusedops.ops.add_rms_norm import add_rms_norm
-from fusedops.specs import _add_norm, _peers, depth
+from fusedops.specs import _add_norm, depth
 from fusedops.specs.make import randn
 from fusedops.specs.rms_norm import eager_rms_norm
 from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
@@ -51,7 +51,6 @@ SPEC = Spec(
     bench_cases=_add_norm.cases(_case),
     summary="dropout, residual sum and root-mean-square normalisation",
     autocast="norm",
-    peers=_peers.add_rms_norm,
     depth=depth.of_rows(depth.normalized(2)),
     limits=_add_norm.LIMITS,
 )

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
-from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import randn_on, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
 def _eager(
@@ -61,9 +60,9 @@ def _ends(device: torch.device, *lengths: int) -> torch.Tensor:
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = functools.partial(randn, device=device, dtype=dtype)
+    new = randn_on(device, dtype)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    plain = functools.partial(randn, device=device, dtype=wide)
+    plain = randn_on(device, wide)
     slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
 
     def call(
@@ -126,17 +125,15 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("wrong_start", "cu_seqlens_q", "from 0", cu_seqlens_q=late),
         bad("longer_than_max", "cu_seqlens_q", "3", "4", max_seqlen_q=3),
         bad("no_length", "max_seqlen_k", str(2**62), max_seqlen_k=2**62),
-        bad("table_dtype", "cu_seqlens_q", "float32", error=TypeError, cu_seqlens_q=ends.float()),
         bad("max_type", "max_seqlen_k", "float", error=TypeError, max_seqlen_k=4.0),
         bad("table_shape", "cu_seqlens_k", "[2]", cu_seqlens_k=ends[:2]),
         bad("table_rank", "cu_seqlens_q", "[1, 3]", **nested),
-        bad("table_type", "cu_seqlens_q", "list", error=TypeError, cu_seqlens_q=[0, 6]),
         bad("rank", "query", "3 dims", query=x[0]),
         bad("heads", "heads", "3", **three_heads),
         bad("head_size", "key", "8", "4", key=x[..., :4]),
         bad("value_tokens", "value", "[6, 2,", value=x[:5]),
-        bad("dtype", "key", "float64", error=TypeError, key=x.double()),
         bad("dropout", "dropout_p", "-0.1", dropout_p=-0.1),
+        *wrong_tensors(bad, query=x, key=x, value=x, cu_seqlens_q=ends, cu_seqlens_k=ends),
     ]
 
 
@@ -144,7 +141,7 @@ def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = Fals
     total = sum(lengths)
 
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
+        new = randn_on(device, dtype)
         tensors = (new(total, heads, size, key=name) for name in "qkv")
         ends, longest = _ends(device, *lengths), max(lengths)
         return Sample("bench", (*tensors, ends, ends, longest, longest), {"is_causal": True})
@@ -169,7 +166,6 @@ SPEC = Spec(
     ),
     summary="attention over packed sequences, no padding computed",
     autocast="lower",
-    peers=_peers.attention_varlen,
     rows_are_independent=False,
     limits=("alibi_slopes is not differentiable.",),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import randn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import randn, randn_on, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
 def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -19,7 +18,7 @@ def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = functools.partial(randn, device=device, dtype=dtype)
+    new = randn_on(device, dtype)
     samples = [
         Sample(f"{name}_{approximate}", (new(*shape, scale=scale),), {"approximate": approximate})
         for approximate in GELU_VARIANTS
@@ -48,8 +47,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("near_variant", "did you mean 'tanh'", approximate="tan"),
         bad("no_variant", "approximate", "None", approximate=None),
         bad("boolean", "approximate", "True", approximate=True),
-        bad("integers", "input", "int64", error=TypeError, input=x.long()),
-        bad("no_tensor", "input", "float", error=TypeError, input=1.0),
+        *wrong_tensors(bad, input=x),
     ]
 
 

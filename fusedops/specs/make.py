@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,6 +24,13 @@ def randn(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * scale + shift
     return values.to(device=device, dtype=dtype).requires_grad_(grad)
+
+
+def randn_on(
+    device: torch.device, dtype: torch.dtype, **options: Any
+) -> Callable[..., torch.Tensor]:
+    """Return ``randn`` for tensors on a device and of a dtype."""
+    return functools.partial(randn, device=device, dtype=dtype, **options)
 
 
 def common_offset(dtype: torch.dtype) -> float:

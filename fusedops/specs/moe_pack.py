@@ -14,7 +14,7 @@ import torch
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -126,8 +126,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("span_negative", "span", "-1", expert_ids=ids, index=index, span=-1),
         bad("span_type", "span", "NoneType", error=TypeError, span=None),
         bad("quantized", "quantized", "None", error=TypeError, quantized=None),
-        bad("device", "probs", "meta", probs=probs.to("meta")),
-        bad("no_tensor", "expert_ids", "list", error=TypeError, expert_ids=[1]),
+        *wrong_tensors(bad, may_be_wide=["probs"], input=x, probs=probs, expert_ids=ids),
     ]
 
 

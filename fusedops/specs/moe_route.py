@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
 def _eager(
@@ -208,13 +208,10 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("top_k_float", "top_k", "float", error=TypeError, top_k=2.0),
         bad("no_experts", "top_k", "from 1 to 0", logits=x[:, :0], top_k=1),
         bad("dims", "logits", "[tokens, experts]", "[1, 6, 8]", logits=x[None]),
-        bad("no_tensor", "logits", "list", error=TypeError, logits=[[1.0]], top_k=1),
-        bad("integers", "logits", "int64", error=TypeError, logits=x.long()),
         bad("score", "score", "sigmoid", score="sigmoidal"),
         bad("group_score", "group_score", "top2_sum", group_score="sum"),
         bad("drop_policy", "drop_policy", "position", drop_policy="last"),
         bad("bias_shape", "bias", "[8]", "[7]", bias=x[0, :7]),
-        bad("bias_device", "bias", "meta", bias=x[0].to("meta")),
         bad("groups_alone", "topk_groups", "None", num_groups=4),
         bad("best_groups_alone", "num_groups", "None", topk_groups=1),
         bad("groups_divide", "num_groups", "3", top_k=1, num_groups=3, topk_groups=1),
@@ -228,6 +225,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("after", "score", "sigmoid", softmax_after=True, score="sigmoid"),
         bad("rounds", "drop_policy", "normalize", normalize=True, **rounds),
         bad("expert_choice", "bias", expert_choice=True, bias=x[0]),
+        *wrong_tensors(bad, may_be_wide=["bias"], logits=x, bias=x[0]),
     ]
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
 from fusedops.specs.make import common_offset, randint, randn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
 def _eager(
@@ -105,7 +105,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     return [
         bad("dims", "logits", "[tokens, experts]", "[1, 6, 4]", logits=x[None]),
         bad("no_experts", "logits", "[6, 0]", logits=x[:, :0]),
-        bad("integers", "logits", "int64", error=TypeError, logits=x.long()),
         bad("no_choices", "choices", "RoutingPlan", "NoneType", error=TypeError, choices=None),
         bad("choices_dtype", "choices", "float32", error=TypeError, choices=x),
         bad("choices_shape", "choices", "[6, top_k]", "[5, 2]", choices=ids[:5]),
@@ -121,7 +120,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("group", "group", num_sequences=2, group=object()),
         bad("mask_dtype", "mask", "int64", error=TypeError, mask=ids[:, 0]),
         bad("mask_shape", "mask", "[6]", "[5]", mask=mask[:5]),
-        bad("mask_device", "mask", "meta", mask=mask.to("meta")),
+        *wrong_tensors(bad, logits=x, mask=mask),
     ]
 
 

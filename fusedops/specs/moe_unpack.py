@@ -10,7 +10,7 @@ from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
 def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -49,10 +49,9 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("hidden", "payload", "64 float8", like=like.new_empty(0, 64)),
         bad("rows", "payload", "[4, 32]", "[3, 32]", payload=payload[:3]),
         bad("pairs", "probs", "[1]", probs=probs[0]),
-        bad("dtype", "payload", "uint8", error=TypeError, payload=payload.float()),
         bad("integers", "like", "uint8", error=TypeError, like=payload),
-        bad("device", "like", "meta", like=like.to("meta")),
         bad("scalar", "like", "hidden_size", like=like.new_empty(())),
+        *wrong_tensors(bad, may_be_wide=["probs", "like"], payload=payload, probs=probs, like=like),
     ]
 
 

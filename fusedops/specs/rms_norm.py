@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +9,9 @@ import torch.nn.functional as F
 
 from fusedops._core import dtypes
 from fusedops.ops.rms_norm import rms_norm
-from fusedops.specs import _peers, depth
+from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
-from fusedops.specs.make import common_offset, randn
+from fusedops.specs.make import common_offset, randn_on
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -39,7 +38,7 @@ def eager_rms_norm(
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = functools.partial(randn, device=device, dtype=dtype)
+    new = randn_on(device, dtype)
     weight = new(33, key="weight", shift=1.0)
     wide_weight = new(33, dtype=dtypes.statistics_dtype(dtype), key="weight", shift=1.0)
     return [
@@ -74,7 +73,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torch") -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
+        new = randn_on(device, dtype)
         data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
         return Sample("bench", data, {"rounding": rounding} if rounding != "torch" else {})
 
@@ -101,7 +100,6 @@ SPEC = Spec(
     summary="divide rows by their root mean square and scale",
     autocast="norm",
     depth=depth.of_rows(depth.normalized(1)),
-    peers=_peers.rms_norm,
     opinfo=("nn.functional.rms_norm",),
     limits=(
         "On a GPU the roundings are those of the models, but the order of the sum of squares is "

@@ -6,7 +6,7 @@ and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,34 @@ def bad_changes(**call: Any) -> Callable[..., BadInput]:
         return BadInput(name, args, changes, error, mentions)
 
     return changed
+
+
+def wrong_tensors(
+    bad: Callable[..., BadInput], *, may_be_wide: Collection[str] = (), **tensors: torch.Tensor
+) -> list[BadInput]:
+    """Return calls with one argument that is no tensor, or has another dtype or device.
+
+    Args:
+        bad: what ``bad_changes`` returned.
+        may_be_wide: names of the arguments that may be float64 where others are float32.
+        tensors: right float32 or integer arguments. The others must match the first one.
+    """
+    calls = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        other = torch.int64 if tensor.is_floating_point() else torch.float32
+        changes: list[tuple[Any, str, type[Exception]]] = [
+            ([1.0], "list", TypeError),
+            (tensor.to(other), str(other).removeprefix("torch."), TypeError),
+        ]
+        if number:
+            changes.append((tensor.to("meta"), "meta", ValueError))
+            if tensor.is_floating_point() and name not in may_be_wide:
+                changes.append((tensor.double(), "float64", TypeError))
+        calls += [
+            bad(f"{name}_{word}", name, word, error=error, **{name: value})
+            for value, word, error in changes
+        ]
+    return calls
 
 
 @dataclass(frozen=True)
@@ -164,10 +192,6 @@ class Spec:
     # what one of them gives; by default ``eager`` alone. Needed where that is a kernel of torch's
     # that loses NaN, and for what an op promises beyond torch.
     non_finite: tuple[Callable[..., Tensors], ...] = ()
-    # Label -> function of the same signature, another library's. It may have ``devices``, the types
-    # of device that it is timed on, and raises ``UnsupportedError`` for what it cannot do and where
-    # it is not installed (``specs/_peers.py``).
-    peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()  # names of the torch OpInfo entries that describe the same op
     # Turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of ``op``, or
     # ``None`` when that sample means something that ``op`` does not offer; by default they are the

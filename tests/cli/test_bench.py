@@ -18,11 +18,12 @@ import torch
 from bench_records import invoke
 
 import fusedops
-from fusedops._core.architecture import cpu_slug
+from fusedops.bench import peers
 from fusedops.bench.cases import tiny_sample, ulps
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import BenchRecord, load_json
+from fusedops.runtime.architecture import cpu_slug
 from fusedops.runtime.peak import peak_bytes
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
@@ -69,8 +70,8 @@ def _spec(
         "bench_cases": tuple(cases),
         "summary": "",
         "autocast": "keep",
-        "peers": lambda: {"peer": twice_as_much_memory},
     }
+    peers.PEERS[name] = changes.pop("peers", lambda: {"peer": twice_as_much_memory})
     return Spec(name=name, **(given | changes))
 
 
@@ -80,8 +81,9 @@ def bench(*args: str, compiled: bool = False) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def two_specs(specs: dict[str, Spec], known_limits: None) -> None:
+def two_specs(specs: dict[str, Spec], known_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two private specs, and limits that need no measuring."""
+    monkeypatch.setattr(peers, "PEERS", {})
     specs.clear()
     specs.update({name: _spec(name) for name in ("exponential", "other")})
 

@@ -8,6 +8,7 @@ import torch
 from fusedops._core import dtypes
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.layers import LAYERS, MOE_LAYER
+from fusedops.bench.peers import peers_of
 from fusedops.cli.bench.ops import _specs
 from fusedops.specs import all_specs
 
@@ -33,7 +34,7 @@ def test_variants_of_the_layer_agree(dtype: torch.dtype) -> None:
         return [output.detach(), *call.backward(output)]  # type: ignore[list-item]
 
     truth, eager = results(wide, MOE_LAYER.eager), results(call, MOE_LAYER.eager)
-    for name, function in {"ours": MOE_LAYER.op, **MOE_LAYER.peers()}.items():
+    for name, function in {"ours": MOE_LAYER.op, **peers_of(MOE_LAYER.name)}.items():
         for actual, base, want in zip(results(call, function), eager, truth, strict=True):
             budget = dtypes.error_budget(base, want, dtype, depth=256)
             assert ((actual.double() - want).abs() <= budget).all(), name

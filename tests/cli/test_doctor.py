@@ -145,9 +145,13 @@ def test_a_misspelt_backend_is_one_line_and_keeps_the_doctor_from_nothing(
     monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     monkeypatch.setenv("FUSEDOPS_BACKEND", "tritn")
-    with backends.use_backend(None):
-        backends.start()  # as the import of a process of its own does
+    usual = backends._requests[0]
+    backends.start()  # as the import of a process of its own does
+    try:
         done = CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
+    finally:
+        backends._requests[0] = usual
+        backends._apply_request()
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == f"fusedops: error: {MISSPELT}"
     if words.startswith("doctor"):

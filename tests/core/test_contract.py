@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import _contract_code, _contract_grammar, backends, contract, extension
+from fusedops._core import _contract_code, backends, contract, extension
+from fusedops._core._contract_grammar import Contract
 from fusedops.specs import MultiTensorSpec, all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming
 from fusedops.specs.recorder import RecordOps
@@ -29,7 +30,7 @@ native = pytest.mark.skipif(
 
 
 def program(rules: contract.Rules, *arguments: tuple[str, str]) -> contract.Program:
-    return _contract_grammar.programs("op", arguments, rules)[0]
+    return Contract("op", arguments, rules).program(arguments)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -203,6 +204,17 @@ CASES += [
         "1 if k else k // zero": True,
         "k // zero if k else 1": False,
     }.items()
+]
+# Every operator around the values where its result changes, negative ones too.
+CASES += [
+    case(None if holds else "k must be", tensor(3), k, x="T [n]", k=rule, others="int k")
+    for sign in contract.OPERATORS
+    for k in (-7, 2, 3, 4, 7)
+    for rule, holds in (
+        [(f"k {sign} 3", eval(f"{k} {sign} 3"))]
+        if sign in ("<", "<=", ">", ">=", "==", "!=")
+        else [(f"k {sign} 3 == {eval(f'{k} {sign} 3')}", True)]
+    )
 ]
 rules_and_calls = pytest.mark.parametrize(("rules", "arguments", "args", "words"), CASES)
 _TRIED = torch.library.Library("fusedops", "FRAGMENT")

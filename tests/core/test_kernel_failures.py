@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fusedops
-from fusedops._core import architecture, backends, env, extension, kernel_failures
+from fusedops._core import backends, env, extension, kernel_failures
+from fusedops._core.capability import compute_capability
 
 triton = pytest.importorskip("triton")
 
@@ -111,7 +112,7 @@ def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capabili
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     caches = (
-        architecture.compute_capability,
+        compute_capability,
         _attention_launch.generation_of,
         _descriptors.available,
     )

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops._core import architecture, backends, extension
+from fusedops._core import backends, extension
+from fusedops._core.capability import compute_capability
 from fusedops.specs import Sample
 from fusedops.specs.comparison import run
 from fusedops.specs.recorder import RecordOps
@@ -170,7 +171,7 @@ def present(
         _launch.num_programs.cache_clear,
         _attention_launch.generation_of.cache_clear,
         _descriptors.available.cache_clear,
-        architecture.compute_capability.cache_clear,
+        compute_capability.cache_clear,
         *_clears(_pointer_table),
     )
     with contextlib.ExitStack() as stack:

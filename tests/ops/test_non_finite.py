@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from non_finite import differences_where_not_finite
 
 import fusedops
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import (
     ComparisonResult,
     baseline,
-    differences_where_not_finite,
     fresh,
     incoming,
     run,

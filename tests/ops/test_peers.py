@@ -11,26 +11,27 @@ from op_testing import assert_close
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
-from fusedops.specs import Sample, Spec, _peers, all_specs, tensors_in
+from fusedops.bench.peers import PACKAGES, Peer, peers_of
+from fusedops.specs import Sample, Spec, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, floating, fresh, incoming, truth
 
 PEERS = [
     (spec, label)
     for spec in all_specs().values()
-    for label, peer in spec.peers().items()
-    if isinstance(peer, _peers.Peer)
+    for label, peer in peers_of(spec.name).items()
+    if isinstance(peer, Peer)
 ]
 each_peer = pytest.mark.parametrize(
     ("spec", "label"), PEERS, ids=[f"{spec.name}-{label}" for spec, label in PEERS]
 )
 
 
-def installed(spec: Spec, label: str) -> _peers.Peer:
-    peer = spec.peers()[label]
+def installed(spec: Spec, label: str) -> Peer:
+    peer = peers_of(spec.name)[label]
     try:
-        importlib.metadata.version(_peers.PACKAGES[label])
+        importlib.metadata.version(PACKAGES[label])
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{_peers.PACKAGES[label]} is not installed")
+        pytest.skip(f"{PACKAGES[label]} is not installed")
     return peer
 
 
@@ -44,7 +45,7 @@ def test_an_installed_peer_has_what_its_adapter_imports(spec: Spec, label: str) 
 @each_peer
 def test_an_adapter_has_the_arguments_of_the_op(spec: Spec, label: str) -> None:
     ours = inspect.signature(spec.op).parameters
-    _, *theirs = inspect.signature(spec.peers()[label].adapt).parameters.values()
+    _, *theirs = inspect.signature(peers_of(spec.name)[label].adapt).parameters.values()
     rest = any(each.kind is each.VAR_KEYWORD for each in theirs)
     named = [other.name for other in theirs if other.kind is not other.VAR_KEYWORD]
     placed = [each.name for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -54,10 +55,10 @@ def test_an_adapter_has_the_arguments_of_the_op(spec: Spec, label: str) -> None:
 
 @each_peer
 def test_an_absent_peer_says_so(spec: Spec, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = spec.peers()[label]
+    peer = peers_of(spec.name)[label]
     monkeypatch.setattr(peer, "module", "no_such_package_of_kernels")
     sample = fresh(spec.samples(torch.device("cpu"), torch.float32)[0])
-    with pytest.raises(UnsupportedError, match=f"{_peers.PACKAGES[label]} is not installed"):
+    with pytest.raises(UnsupportedError, match=f"{PACKAGES[label]} is not installed"):
         peer(*sample.args, **sample.kwargs)
 
 

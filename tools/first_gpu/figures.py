@@ -25,6 +25,7 @@ from first_gpu.plugin import error_of_context
 from fusedops.bench.cases import least_work, variants_of
 from fusedops.bench.contenders import Contender, ContenderCall, admitted, backend_of, error_line
 from fusedops.bench.limits import LeastWork, Limit, Limits, measure_limits
+from fusedops.bench.peers import peers_of
 from fusedops.optim import AdamW
 from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import Sample, Spec, all_specs
@@ -156,7 +157,7 @@ def _rivals(figure: Figure, spec: Spec) -> list[Contender]:
         "grouped_mm": lambda: _experts_by_grouped_mm,
     }
     chosen = [Contender(name, known[name]()) for name in figure.rivals if name in known]
-    for name, peer in spec.peers().items():
+    for name, peer in peers_of(spec.name).items():
         if name != "naive" and (name in figure.rivals or not figure.host):
             overwrites = getattr(peer, "overwrites", False)
             chosen.append(Contender(name, peer, overwrites=overwrites))

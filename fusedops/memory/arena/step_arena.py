@@ -1,6 +1,6 @@
 """``use_arena``: a training step's buffers at planned addresses in one block.
 
-``csrc/runtime/arena/step_arena.h`` serves the allocations; this file says when a step begins and ends, and when
+``csrc/runtime/arena`` serves the allocations; this file says when a step begins and ends, and when
 it is planned. Without ``StepArena.step`` a step begins with a forward of the model with gradients,
 and ends with the first forward after an optimizer of the model has stepped: gradient accumulation,
 ``zero_grad`` and the next batch belong to it.

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fusedops._core import backends
-from fusedops._core.architecture import architecture
 from fusedops._core.dtypes import autocast_dtype
 from fusedops.integrations.hf.example_step import copied, tensors_in
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
@@ -31,6 +30,7 @@ from fusedops.integrations.hf.rules.rule import (
     hooks_obstacle,
     rule_of,
 )
+from fusedops.runtime.architecture import architecture
 from fusedops.runtime.timer import BriefClock, TimingPlan, Variant, clock_for, measure
 
 # Seconds for one model.

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops import nn as fused
-from fusedops._core.architecture import is_by_intel
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import activations
@@ -31,6 +30,7 @@ from fusedops.integrations.hf.rules.rule import (
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.rms_norm import rms_norm
+from fusedops.runtime.architecture import is_by_intel
 
 
 def own_product(input: torch.Tensor) -> bool:

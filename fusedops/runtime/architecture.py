@@ -12,6 +12,8 @@ import re
 
 import torch
 
+from fusedops._core.capability import compute_capability
+
 # CPU family and model (from /proc/cpuinfo) -> the microarchitecture's name. AMD numbers a range
 # of models per generation; Intel gives each its own.
 _AMD_ZEN: dict[int, tuple[tuple[str, int, int], ...]] = {
@@ -53,22 +55,6 @@ def architecture(device: torch.device) -> str:
             return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         return "sm_{}{}".format(*capability)
     return device.type
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, ``None`` for any other device.
-
-    ROCm's torch presents AMD GPUs as "cuda" devices, and the number of their architecture in the
-    place of a compute capability: (9, 4) is an MI300 and not a Hopper.
-
-    Example:
-        >>> compute_capability(torch.device("cpu")) is None
-        True
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 def is_by_intel() -> bool:

@@ -1,7 +1,8 @@
-"""Adapters of other libraries' GPU kernels to the signatures of our ops, for the benchmark.
+"""What the benchmark compares ops with beside eager torch: other libraries, with our signatures.
 
-Nothing is imported before a peer runs. One that is not installed, or lacks what a call asks for,
-raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a row.
+A library of GPU kernels is imported when its peer runs. One that is not installed, or lacks what a
+call asks for, raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a
+row.
 
 Liger's swiglu, geglu, rope and cross-entropy overwrite what they are given, in the forward or in
 the backward: they say so, and get copies that are made outside of what is timed.
@@ -16,8 +17,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
+from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.checks import UnsupportedError
+from fusedops.bench import hf_experts
+from fusedops.ops import RoutingPlan
+from fusedops.specs.attention import written_out
 
 # label of a row -> name of the installed package
 PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"}
@@ -57,7 +63,7 @@ class Peer:
 def _adapter(
     label: str, module: str, name: str, overwrites: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[[], dict[str, Any]]]:
-    """Make an adapter of a peer's function the ``peers`` of a spec."""
+    """Make an adapter of a peer's function an entry of ``PEERS``."""
 
     def wrap(adapt: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
         return lambda: {label: Peer(label, module, name, adapt, overwrites)}
@@ -66,7 +72,7 @@ def _adapter(
 
 
 @_adapter("liger", "liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
-def layer_norm(
+def _layer_norm(
     function: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float = 1e-5
 ) -> Any:
     """Adapt Liger's layer norm, which needs both parameters."""
@@ -76,7 +82,7 @@ def layer_norm(
 
 
 @_adapter("liger", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
-def rms_norm(
+def _rms_norm(
     function: Any,
     input: Any,
     normalized_shape: Any,
@@ -99,7 +105,7 @@ def _rms_options(
 
 
 @_adapter("liger", "liger_kernel.ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
-def add_rms_norm(
+def _add_rms_norm(
     function: Any,
     input: Any,
     residual: Any,
@@ -120,13 +126,13 @@ def add_rms_norm(
 
 
 @_adapter("liger", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction", overwrites=True)
-def swiglu(function: Any, gate: Any, up: Any) -> Any:
+def _swiglu(function: Any, gate: Any, up: Any) -> Any:
     """Adapt Liger's swiglu, whose backward overwrites both inputs."""
     return function.apply(gate, up)
 
 
 @_adapter("liger", "liger_kernel.ops.geglu", "LigerGELUMulFunction", overwrites=True)
-def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
+def _geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
     """Adapt Liger's geglu, which has the tanh form; its backward overwrites both inputs."""
     if approximate != "tanh":
         raise UnsupportedError("the peer has the tanh form only")
@@ -134,7 +140,7 @@ def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
 
 
 @_adapter("liger", "liger_kernel.ops.rope", "LigerRopeFunction", overwrites=True)
-def rotary_embedding(
+def _rotary_embedding(
     function: Any, query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False
 ) -> Any:
     """Adapt Liger's rope, which overwrites what lies as ``[B, S, H, D]``, gradients too."""
@@ -144,7 +150,7 @@ def rotary_embedding(
 
 
 @_adapter("liger", "liger_kernel.transformers.functional", "liger_cross_entropy", overwrites=True)
-def cross_entropy(
+def _cross_entropy(
     function: Any, logits: Any, target: Any, *, z_loss: float = 0.0, **options: Any
 ) -> Any:
     """Adapt Liger's cross-entropy, which overwrites the logits."""
@@ -154,7 +160,7 @@ def cross_entropy(
 
 
 @_adapter("liger", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
-def linear_cross_entropy(
+def _linear_cross_entropy(
     function: Any,
     hidden: Any,
     weight: Any,
@@ -224,7 +230,7 @@ def _flash(
 
 
 @_adapter("flash_attn", "flash_attn", "flash_attn_varlen_func")
-def attention_varlen(
+def _attention_varlen(
     function: Any,
     query: Any,
     key: Any,
@@ -245,7 +251,7 @@ def attention_varlen(
 
 
 @_adapter("flash_attn", "flash_attn", "flash_attn_with_kvcache")
-def attention_decode(
+def _attention_decode(
     function: Any, query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any, **others: Any
 ) -> Any:
     """Adapt flash-attn's for a cache."""
@@ -299,11 +305,6 @@ def _flex(
     return run(query, key, value, scores, blocks, scale, enable_gqa)
 
 
-def attention() -> dict[str, Any]:
-    """Return flash-attn's and torch's FlexAttention's."""
-    return _flash() | _flex()
-
-
 @functools.cache
 def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
@@ -325,3 +326,126 @@ def _blocks(sizes: Any, left: int, right: int, device: Any, mask: Any = None) ->
 
     batch, heads, rows, columns = sizes
     return create_block_mask(kept, batch, heads, rows, columns, device=device)
+
+
+# What oneDNN fuses with a product: activation -> its name there, and its algorithm.
+_ONEDNN = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+
+
+def _onednn_linear_act(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "fast_gelu",
+) -> torch.Tensor:
+    """Run oneDNN's product through torch's own op; by default MKL serves float32."""
+    post, algorithm = _ONEDNN.get(activation, ("none", ""))
+    product = torch.ops.mkldnn._linear_pointwise(input, weight, bias, post, [], algorithm)
+    return product if activation in _ONEDNN else ACTIVATIONS[activation](product)
+
+
+def _onednn_linear_glu(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Run oneDNN's products through torch's own op, with all that it fuses."""
+    pointwise = torch.ops.mkldnn._linear_pointwise
+    fused = _ONEDNN | {"silu": ("swish", "")}
+    post, algorithm = fused.get(activation, ("none", ""))
+    gate = pointwise(input, gate_weight, None, post, [], algorithm)
+    gate = gate if activation in fused else ACTIVATIONS[activation](gate)
+    return pointwise.binary(input, gate, up_weight, None, "mul")
+
+
+def _matmul_add(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """Run matmul and add the addend, which broadcasts; the scale goes to the operand."""
+    product = torch.matmul(batch1 if alpha == 1 else alpha * batch1, batch2)
+    return product if beta == 0 else torch.add(product, input, alpha=beta)
+
+
+def _torch_grouped_mm(
+    input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Run torch's own, which wants strides of 16 bytes."""
+    return F.grouped_mm(input, weight, offs=offsets)
+
+
+def _by_hf_experts(
+    experts: hf_experts.Experts,
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *biases: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    if any(bias is not None for bias in biases):
+        raise UnsupportedError("the peer has no biases")
+    weights = plan.probs.to(input.dtype)
+    return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
+
+
+def _dense_einsum(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *biases: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Run every token through every expert and keep what the router chose."""
+    weights = input.new_zeros(input.shape[0], plan.num_experts)
+    weights = weights.scatter(1, plan.expert_ids.long(), plan.probs.to(input.dtype))
+    gate, up = torch.einsum("th,ehi->eti", input, w1).chunk(2, dim=2)
+    outputs = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
+    return torch.einsum("eth,te->th", outputs, weights)
+
+
+def _moe_mlp() -> dict[str, Any]:
+    of_hf = hf_experts.installed().items()
+    peers = {name: functools.partial(_by_hf_experts, experts) for name, experts in of_hf}
+    return {"dense_einsum": _dense_einsum, **peers}
+
+
+def _onednn(function: Callable[..., torch.Tensor]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"onednn": function} if torch.backends.mkldnn.is_available() else {}
+
+
+# Name of an op or a layer -> returns label -> function of its signature. A function may have
+# ``devices``, the types of device that it is timed on, and ``overwrites``, as ``Peer`` does.
+PEERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "add_rms_norm": _add_rms_norm,
+    "attention": lambda: {"naive": written_out, **_flash(), **_flex()},
+    "attention_decode": _attention_decode,
+    "attention_varlen": _attention_varlen,
+    "baddbmm": lambda: {"matmul_add": _matmul_add},
+    "cross_entropy": _cross_entropy,
+    "geglu": _geglu,
+    "grouped_mm": lambda: (
+        {"torch_grouped_mm": _torch_grouped_mm} if hasattr(F, "grouped_mm") else {}
+    ),
+    "layer_norm": _layer_norm,
+    "linear_act": _onednn(_onednn_linear_act),
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_glu": _onednn(_onednn_linear_glu),
+    "moe_mlp": _moe_mlp,
+    "rms_norm": _rms_norm,
+    "rotary_embedding": _rotary_embedding,
+    "swiglu": _swiglu,
+}
+
+
+def peers_of(name: str) -> dict[str, Any]:
+    """Return the peers of an op or a layer, by the names of their rows."""
+    return PEERS[name]() if name in PEERS else {}
