@@ -151,7 +151,6 @@ def _serve(connection: Connection, rank: int, ranks: int, store: str, device: st
     from torch import distributed as dist
 
     from fusedops.launch.processes import connect
-    from fusedops.parallel.comm.host_groups import host_group
 
     torch.set_num_threads(1)
     unmeasured_guards.install()
@@ -162,9 +161,8 @@ def _serve(connection: Connection, rank: int, ranks: int, store: str, device: st
         dist.FileStore(store, ranks),
         rank,
         ranks,
+        timedelta(seconds=TIMEOUTS[device] / 2),
     )
-    for group in (dist.group.WORLD, host_group(dist.group.WORLD, torch.device(device))):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUTS[device] / 2), group)
     world = World(rank)
     connection.send((False, None, _groups()))
     while True:

@@ -192,14 +192,20 @@ def _device_problem(device: str, kind: str, local: int, count: int) -> str:
     return ""
 
 
-def connect(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+def connect(
+    device: torch.device,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,  # of collectives; by default torch's
+) -> None:
     """Initialise torch.distributed.
 
     NCCL connects now, since it knows the device, and later groups are split from this one. Hosts
     get one group over gloo; the groups of a mesh have none unless something asks for it
     (``host_groups``).
     """
-    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cpu":
         dist.init_process_group("gloo", **given)
     elif size == 1:
@@ -207,7 +213,7 @@ def connect(device: torch.device, store: dist.Store, rank: int, size: int) -> No
     else:
         dist.init_process_group("nccl", device_id=device, **given)
         world: Any = dist.group.WORLD
-        host_groups.register(world, dist.new_group(backend="gloo"))
+        host_groups.register(world, dist.new_group(timeout=timeout, backend="gloo"))
 
 
 def set_collective_timeout(seconds: float) -> None:
