@@ -1,4 +1,4 @@
-"""Every environment variable that fusedops reads, with its meaning. Nothing else reads them.
+"""Every environment variable that fusedops reads; C++ reads ``FUSEDOPS_MAX_ISA`` itself.
 
 | variable | meaning | default |
 |---|---|---|

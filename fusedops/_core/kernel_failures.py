@@ -19,7 +19,7 @@ _MESSAGES = ("PassManager", "C compiler")
 
 
 def exceptions() -> tuple[type[Exception], ...]:
-    """Return the types to catch around a Triton launcher; ``reason`` tells the failures apart."""
+    """Return the types to catch around a Triton launcher; ``describe`` has the message of each."""
     try:
         from triton.errors import TritonError
     except ImportError:

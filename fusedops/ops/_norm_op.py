@@ -114,7 +114,7 @@ class NormOp:
                 reference=self._backward_reference,
                 fake=self._backward_fake,
                 computed=computed_gradients if self.residual else None,
-                same={"input": "residual"} if self.residual else {},
+                aliases={"input": "residual"} if self.residual else {},
             ),
             # With a residual the public function casts what autocast would.
             autocast="keep" if self.residual else "norm",
