@@ -52,7 +52,7 @@ class Pass:
 
 _FORWARD, _BACKWARD = "_forward_kernel", "_backward_kernel"
 _ROW = "BLOCK_M=1, BLOCK_N=4096, "
-_ADD = _ROW + "not centred, dropout none"
+_ADD = "not centred, dropout none"
 _HEADS = "half, forward, BLOCK_H=8, BLOCK_R=64, BLOCK_REST=0"
 PASSES = (
     Pass("rms_norm", "_rms_norm_forward_kernel", 4, ((_FORWARD, _ROW + "not centred", 4),)),
@@ -64,8 +64,13 @@ PASSES = (
     Pass(
         "layer_norm", "_layer_norm_backward_kernel", 6, ((_BACKWARD, "BLOCK_N=4096, centred", 6),)
     ),
-    Pass("add_rms_norm", "_fused_add_rms_norm_forward_kernel", 8, ((_FORWARD, _ADD, 8),)),
-    Pass("add_rms_norm", "_fused_add_rms_norm_backward_kernel", 8, ((_BACKWARD, _ADD, 8),)),
+    Pass("add_rms_norm", "_fused_add_rms_norm_forward_kernel", 8, ((_FORWARD, _ROW + _ADD, 8),)),
+    Pass(
+        "add_rms_norm",
+        "_fused_add_rms_norm_backward_kernel",
+        8,
+        ((_BACKWARD, "BLOCK_N=4096, " + _ADD, 8),),
+    ),
     Pass("swiglu", "_swiglu_forward_kernel", 6, ((_FORWARD, "silu, BLOCK=1024", 6),)),
     Pass("swiglu", "_swiglu_backward_kernel", 10, ((_BACKWARD, "silu, BLOCK=1024", 10),)),
     Pass("geglu", "_geglu_tanh_forward_kernel", 6, ((_FORWARD, "gelu_tanh, BLOCK=1024", 6),)),

@@ -55,7 +55,7 @@ class Gradient:
         computed: returns which gradients the backward computes, by default those of
             ``output_mask``. It receives those of the same arguments that it names; in DTensor rules
             specs stand for the tensors.
-        same: differentiable input -> another one, or ``"grad_<output>"``. Where the backward
+        aliases: differentiable input -> another one, or ``"grad_<output>"``. Where the backward
             returns ``None`` for an input that was asked for, its gradient is that of the other
             input, or that incoming gradient, unchanged. An op must not return one tensor twice or
             an argument; autograd may, and saves the pass over memory that a copy would cost.
@@ -70,14 +70,14 @@ class Gradient:
     fake: Callable[..., Any] | None = None
     layouts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     computed: Callable[..., Sequence[bool]] | None = None
-    same: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     saved_for: Mapping[str, str] = field(default_factory=dict)
 
     def alias_codes(self) -> list[int]:
         """Return per input: i for the gradient of input i, -2 - j for that of output j, or -1."""
         places = {name: i for i, name in enumerate(self.inputs)}
         places |= {f"grad_{name}": -2 - j for j, name in enumerate(self.outputs)}
-        return [places[self.same[name]] if name in self.same else -1 for name in self.inputs]
+        return [places[self.aliases[name]] if name in self.aliases else -1 for name in self.inputs]
 
 
 @dataclass(frozen=True)
@@ -487,7 +487,7 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
         named = by_name | {f"grad_{x}": y for x, y in zip(gradient.outputs, incoming, strict=True)}
         for argument, requested in zip(gradient.inputs, mask, strict=True):
             if requested and by_name[argument] is None:
-                by_name[argument] = named.get(gradient.same.get(argument, ""))
+                by_name[argument] = named.get(gradient.aliases.get(argument, ""))
         return tuple(by_name.get(argument) for argument in arguments)
 
     def differentiable_backward(*args: Any) -> Any:

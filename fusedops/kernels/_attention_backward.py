@@ -18,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core.layouts import heads_inside
 from fusedops.kernels import _launch
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_device import load_tile
-from fusedops.kernels._attention_launch import AttentionCall, blocks, heads_inside, readable
+from fusedops.kernels._attention_launch import AttentionCall, blocks, readable
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])

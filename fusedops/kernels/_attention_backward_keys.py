@@ -93,8 +93,8 @@ def keys_kernel(
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
-    HOISTS: tl.constexpr,
-    TWICE: tl.constexpr,
+    ALLOW_LICM: tl.constexpr,
+    TWO_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -145,7 +145,7 @@ def keys_kernel(
         blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
         h = kh * GROUP
         at = tl.cast(begin, tl.int32)
-        for _ in tl.range(0, GROUP * blocks, disable_licm=not HOISTS):
+        for _ in tl.range(0, GROUP * blocks, disable_licm=not ALLOW_LICM):
             first = tl.multiple_of(at, BLOCK_M)
             wide_h = h.to(tl.int64)
             if not DESCRIBED:
@@ -196,7 +196,7 @@ def keys_kernel(
                 s = without_nan(s)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            if TWICE and not PARTS:
+            if TWO_COLUMNS and not PARTS:
                 lse = load_twice(lse_ptr + (statistics + first + row), exists)
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             else:
@@ -254,7 +254,7 @@ def keys_kernel(
                     dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":
                     dp = tl.where(keep, dp * drop_scale, 0.0)
-                if TWICE:
+                if TWO_COLUMNS:
                     delta = load_twice(delta_ptr + (statistics + first + row), exists)
                 else:
                     delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)

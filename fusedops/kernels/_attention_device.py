@@ -62,7 +62,7 @@ def drawn_rows(
     """Return where dropout counts the scores of rows from; ``_core/philox.py`` has the forms.
 
     ``statistics`` is the place of a row's statistics, ``token`` that of its query in its sequence,
-    or among all packed ones. Modes are those of ``Call.dropout``.
+    or among all packed ones. Modes are those of ``AttentionCall.dropout``.
     """
     if DROPOUT == "tables" or DROPOUT == "draw placed" or DROPOUT == "select placed":
         first = tl.load(seed_ptr + 2) + h.to(tl.int64) * tl.load(seed_ptr + 4)

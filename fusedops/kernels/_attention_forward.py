@@ -181,14 +181,14 @@ def forward_kernel(
     )
     q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
     col = tl.arange(0, BLOCK_N)
-    LEAN: tl.constexpr = DESCRIBED and BLOCK_DV == 128 and FOLD and DROPOUT == "none"
+    FEW_REGISTERS: tl.constexpr = DESCRIBED and BLOCK_DV == 128 and FOLD and DROPOUT == "none"
     for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
         # Keys at the left edge of the window, keys that all queries attend, keys at the right edge;
         # not ``SPLIT``: all keys as at an edge.
         begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
-        # LEAN: places of a tile in shared memory are made anew in each step; moved out of the loop
-        # they would take registers that two blocks of 128 queries do not leave.
-        for first in tl.range(begin, end, BLOCK_N, disable_licm=LEAN):
+        # FEW_REGISTERS: each step recomputes the addresses of a tile in shared memory. Moved out of
+        # the loop they would take registers that two blocks of 128 queries do not leave.
+        for first in tl.range(begin, end, BLOCK_N, disable_licm=FEW_REGISTERS):
             first = tl.multiple_of(first, BLOCK_N)
             wide = tl.cast(first, tl.int64)
             left_over = keys - first
@@ -272,7 +272,7 @@ def forward_kernel(
     out_base = out_ptr + token * stride_os + h * VALUE_DIM
     rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
     # Wide heads are finished in parts: all at once would not leave registers for what is left.
-    PARTS_D: tl.constexpr = 4 if BLOCK_DV > 128 or LEAN else 1
+    PARTS_D: tl.constexpr = 4 if BLOCK_DV > 128 or FEW_REGISTERS else 1
     PART: tl.constexpr = BLOCK_DV // PARTS_D
     parts_d = split(acc, BLOCK_M, BLOCK_DV, PARTS_D)
     for part in tl.static_range(PARTS_D):

@@ -11,6 +11,7 @@ import triton
 
 from fusedops._core import env
 from fusedops._core.capability import compute_capability
+from fusedops._core.layouts import heads_inside
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
 from fusedops.kernels._triton_version import at_least
@@ -25,115 +26,79 @@ _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
 # What each kernel walks, heads of keys' and of values' size.
 WALKED = {"forward": ("k_ptr", "v_ptr"), "keys": ("q_ptr", "do_ptr"), "queries": ("k_ptr", "v_ptr")}
 
-# Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
-# blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
-# instructions of sm_90 want 64 rows for every four warps, and two blocks that fit a multiprocessor
-# do their products under each other's softmax, unless their tiles get so small that the L2 cache or
-# shared memory is asked for more than it gives; sm_100 keeps sums out of the registers, what sm_80
-# runs must fit the 99 KB of its smaller kin. Nothing here was measured on a GPU.
-_Blocks = dict[str, dict[int, tuple[int, int, int, int]]]
-_PLAIN: dict[int, _Blocks] = {
-    80: {
-        "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 4, 2)},
-        "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
-    },
-    90: {
-        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 4, 2)},
-        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
-    },
-    100: {
-        "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
-        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "queries": {64: (128, 32, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
-    },
+# Kernel, options, GPU -> for heads of 64, of 128 and of 256: BLOCK_M queries, BLOCK_N keys, warps,
+# stages. They are large blocks that compile without stack (docs/reports); nothing here was measured
+# on a GPU.
+# * 80 must fit the 99 KB of shared memory of sm_86 and sm_89. 120 has the rows of 80, except where
+#   those would spill.
+# * 90: warp-group instructions want 64 rows of scores for every four warps (of queries in "forward"
+#   and "queries", of keys in "keys"), and more warps would compute the same sums. Two blocks that
+#   fit a multiprocessor compute their products during each other's softmax, unless their tiles get
+#   so small that the L2 cache or shared memory is asked for more than it gives.
+# * 90 by pointers: addresses leave no registers for two blocks.
+# * 100 keeps sums out of the registers.
+# * float32: exact products run on the ordinary units, and each of them is an instruction.
+_Tile = tuple[int, int, int, int]
+_TILES: dict[tuple[str, str, str], tuple[_Tile, _Tile, _Tile]] = {
+    ("forward", "plain", "80"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+    ("keys", "plain", "80"): ((32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+    ("queries", "plain", "80"): ((128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+    ("forward", "light", "80"): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+    ("keys", "light", "80"): ((32, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 2)),
+    ("queries", "light", "80"): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+    ("forward", "rich", "80"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    ("keys", "rich", "80"): ((64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 2)),
+    ("queries", "rich", "80"): ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    ("forward", "drop", "80"): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    ("keys", "drop", "80"): ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+    ("queries", "drop", "80"): ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+    ("forward", "plain", "90"): ((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2)),
+    ("keys", "plain", "90"): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ("queries", "plain", "90"): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
+    ("forward", "light", "90"): ((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2)),
+    ("keys", "light", "90"): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ("queries", "light", "90"): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
+    ("forward", "rich", "90"): ((64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)),
+    ("keys", "rich", "90"): ((64, 64, 4, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+    ("queries", "rich", "90"): ((64, 32, 4, 2), (64, 16, 4, 2), (128, 16, 8, 2)),
+    ("forward", "drop", "90"): ((64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)),
+    ("keys", "drop", "90"): ((32, 64, 4, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+    ("queries", "drop", "90"): ((64, 32, 4, 2), (64, 32, 4, 2), (128, 16, 8, 2)),
+    ("forward", "plain", "90 by pointers"): ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+    ("keys", "plain", "90 by pointers"): ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2)),
+    ("forward", "light", "90 by pointers"): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("keys", "light", "90 by pointers"): ((64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 2)),
+    ("queries", "light", "90 by pointers"): ((64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)),
+    ("forward", "plain", "100"): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    ("keys", "plain", "100"): ((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2)),
+    ("queries", "plain", "100"): ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+    ("forward", "light", "100"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    ("keys", "light", "100"): ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+    ("queries", "light", "100"): ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+    ("forward", "rich", "100"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    ("keys", "rich", "100"): ((64, 64, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2)),
+    ("queries", "rich", "100"): ((64, 64, 8, 2), (64, 32, 8, 2), (16, 32, 4, 2)),
+    ("forward", "drop", "100"): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    ("keys", "drop", "100"): ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+    ("queries", "drop", "100"): ((32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 8, 2)),
+    ("forward", "plain", "120"): ((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
+    ("keys", "plain", "120"): ((32, 64, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2)),
+    ("keys", "rich", "120"): ((64, 32, 8, 2), (32, 64, 8, 2), (16, 32, 4, 2)),
+    ("queries", "rich", "120"): ((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2)),
+    ("forward", "drop", "120"): ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
+    ("queries", "drop", "120"): ((32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
+    ("forward", "float32", "any"): ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    ("keys", "float32", "any"): ((16, 16, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    ("queries", "float32", "any"): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
-_WITH_OPTIONS: dict[str, _Blocks] = {
-    "light": {
-        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
-        "queries": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
-    },
-    "rich": {
-        "forward": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
-        "queries": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
-    },
-    "drop": {
-        "forward": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
-        "keys": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
-        "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
-    },
-}
-# sm_90 has its own: at most four warps for every 64 rows of scores, or several warps make the
-# same sums; and no fewer rows (of queries in "forward" and "queries", of keys in "keys"), or the
-# matrix instructions are those of older GPUs.
-_WITH_OPTIONS_90: dict[str, _Blocks] = {
-    "light": _PLAIN[90],
-    "rich": {
-        "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},
-        "queries": {64: (64, 32, 4, 2), 128: (64, 16, 4, 2), 256: (128, 16, 8, 2)},
-    },
-    "drop": {
-        "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
-        "keys": {64: (32, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},
-        "queries": {64: (64, 32, 4, 2), 128: (64, 32, 4, 2), 256: (128, 16, 8, 2)},
-    },
-}
-# Where those would spill under one of the versions of Triton in docs/reports: GPU, options, kernel,
-# width. sm_120 has what sm_80 has, these included.
-_EXCEPTIONS = {
-    (80, "light", "forward", 128): (128, 32, 8, 2),
-    (80, "light", "keys", 64): (32, 64, 8, 2),
-    (80, "light", "keys", 256): (32, 32, 4, 2),
-    (80, "light", "queries", 256): (32, 32, 4, 2),
-    (80, "rich", "keys", 64): (64, 32, 8, 2),
-    (80, "rich", "keys", 256): (32, 32, 4, 2),
-    (80, "rich", "queries", 64): (64, 32, 8, 2),
-    (100, "light", "queries", 64): (64, 32, 8, 2),
-    (100, "light", "queries", 256): (32, 32, 4, 2),
-    (100, "rich", "keys", 128): (32, 32, 8, 2),
-    (100, "rich", "keys", 256): (16, 32, 4, 2),
-    (100, "rich", "queries", 256): (16, 32, 4, 2),
-    (100, "drop", "queries", 128): (32, 32, 4, 2),
-    (120, "plain", "forward", 128): (128, 32, 8, 2),
-    (120, "plain", "keys", 128): (32, 64, 8, 2),
-    (120, "rich", "keys", 256): (16, 32, 4, 2),
-    (120, "rich", "queries", 128): (32, 32, 8, 2),
-    (120, "rich", "queries", 256): (16, 32, 4, 2),
-    (120, "drop", "forward", 128): (64, 32, 4, 2),
-    (120, "drop", "queries", 128): (32, 32, 4, 2),
-    (120, "drop", "queries", 256): (16, 32, 4, 2),
-}
-# Triton 3.6 alone; the others have 128 keys by 64 queries.
-_EXCEPTIONS_BEFORE_37 = {(100, "plain", "keys", 128): (32, 128, 8, 2)}
-# sm_90 without descriptors, whose addresses leave no registers for two blocks: kernel, options,
-# width.
-_BY_POINTERS_90 = {
-    ("forward", "plain", 64): (128, 128, 8, 3),
-    ("forward", "plain", 128): (128, 128, 8, 2),
-    ("forward", "light", 64): (128, 64, 8, 2),
-    ("forward", "light", 128): (128, 64, 8, 2),
-    ("forward", "light", 256): (128, 32, 8, 2),
-    ("keys", "plain", 128): (64, 128, 8, 2),
-    ("keys", "plain", 256): (32, 128, 8, 2),
-    ("keys", "light", 128): (32, 128, 8, 2),
-    ("keys", "light", 256): (32, 128, 8, 2),
-    ("queries", "light", 128): (64, 32, 4, 2),
-}
-# Triton 3.9 keeps more in registers, and would spill where 3.6 to 3.8 do not.
-_BY_POINTERS_90_FROM_39 = {
-    ("forward", "plain", 128): (128, 64, 8, 2),
-    ("keys", "plain", 128): (32, 128, 8, 2),
-}
-# Exact products of float32 run on the ordinary units, and every one of them is an instruction.
-_FLOAT32: _Blocks = {
-    "forward": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "keys": {64: (16, 16, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "queries": {64: (16, 16, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
-}
+_FALLBACKS = {"90 by pointers": "90", "120": "80"}
+# Versions of Triton (from one, before another); kernel, options, GPU, width -> tile. What it
+# replaces would spill there: 3.9 keeps more in registers than 3.7 and 3.8, 3.6 needs more.
+_EXCEPTIONS = (
+    ((0, 0), (3, 7), ("keys", "plain", "100", 128), (32, 128, 8, 2)),
+    ((3, 9), (99, 0), ("forward", "plain", "90 by pointers", 128), (128, 64, 8, 2)),
+    ((3, 9), (99, 0), ("keys", "plain", "90 by pointers", 128), (32, 128, 8, 2)),
+)
 
 
 @dataclass(frozen=True)
@@ -278,11 +243,6 @@ def _is_far(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride > _LARGEST_STRIDE for stride, size in pairs)
 
 
-def heads_inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` dense in memory as ``[B, S, H, D]``; no copy where it is."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def broadcast_strides(tensor: torch.Tensor) -> list[int]:
     """Return the strides, 0 along dims of one element: these are broadcast."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
@@ -374,26 +334,14 @@ def block_table(
     options: str,
     described: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return sizes and options from what decides them: GPU (80 to 120), dtype, head sizes...
+    """Return block sizes and launch options of a kernel; ``generation`` is 80, 90, 100 or 120.
 
     ``described`` is whether descriptors read what the kernel walks.
     """
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
-    width = max(64, *widths)
-    if dtype == torch.float32:
-        row = _FLOAT32[kernel][width]
-    else:
-        with_options = _WITH_OPTIONS_90 if generation == 90 else _WITH_OPTIONS
-        base = 80 if generation == 120 else generation
-        table = _PLAIN[base] if options == "plain" else with_options[options]
-        row = _EXCEPTIONS.get((base, options, kernel, width), table[kernel][width])
-        row = _EXCEPTIONS.get((generation, options, kernel, width), row)
-        if not at_least(3, 7):
-            row = _EXCEPTIONS_BEFORE_37.get((generation, options, kernel, width), row)
-        if generation == 90 and not described:
-            row = _BY_POINTERS_90.get((kernel, options, width), row)
-            if at_least(3, 9):
-                row = _BY_POINTERS_90_FROM_39.get((kernel, options, width), row)
+    gpu = "90 by pointers" if generation == 90 and not described else str(generation)
+    key = (kernel, "float32", "any") if dtype == torch.float32 else (kernel, options, gpu)
+    row = _tile(key, max(64, *widths))
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
@@ -403,9 +351,18 @@ def block_table(
     sizes["DESCRIBED"] = described
     if kernel == "keys":
         # Fewer rows than threads, but not fewer than half as many.
-        sizes["TWICE"] = row[0] < 32 * row[2] <= 2 * row[0] or env.triton_interpreted()
-        sizes["HOISTS"] = _hoists(generation, max(widths), options, described)
+        sizes["TWO_COLUMNS"] = row[0] < 32 * row[2] <= 2 * row[0] or env.triton_interpreted()
+        sizes["ALLOW_LICM"] = _allows_licm(generation, max(widths), options, described)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
+
+
+def _tile(key: tuple[str, str, str], width: int) -> _Tile:
+    for since, until, exception, tile in _EXCEPTIONS:
+        if exception == (*key, width) and at_least(*since) and not at_least(*until):
+            return tile
+    if key not in _TILES:
+        key = (*key[:2], _FALLBACKS[key[2]])
+    return _TILES[key][(64, 128, 256).index(width)]
 
 
 def _splits(kernel: str, generation: int, width: int, options: str, described: bool) -> bool:
@@ -420,7 +377,7 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
     return options == "plain" and not (kernel == "keys" and generation == 90 and width > widest)
 
 
-def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
+def _allows_licm(generation: int, width: int, options: str, described: bool) -> bool:
     """Return whether Triton may hoist loop invariants of ``keys_kernel`` (LICM).
 
     They are mostly addresses in shared memory, for which some tiles have no registers.
@@ -437,7 +394,7 @@ def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
 
 @functools.cache
 def generation_of(device: torch.device) -> int:
-    """Return whose block sizes a GPU uses: 90 and 100 have matrix instructions of their own."""
+    """Return the architecture (80, 90, 100, 120) whose tiles a GPU uses."""
     capability = compute_capability(device)
     return 80 if capability is None else {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
 
@@ -451,5 +408,5 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: An
 
 
 def supports_backward(grad_output: Any, grad_lse: Any, *args: Any) -> str | None:
-    """Return the same for the backward."""
+    """Return why the backward cannot run, or ``None``."""
     return supports(*args)

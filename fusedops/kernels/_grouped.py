@@ -17,14 +17,15 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._device import act_value, split
-from fusedops.kernels.linear_act import (
+from fusedops.kernels._products import (
     GROUP_M,
     bias_tile,
     blocks_of,
-    described,
-    older,
+    load_weights,
     sum_of_pointers,
     tile_of,
+    tma_operands,
+    uses_mma_sync,
 )
 
 _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
@@ -32,7 +33,10 @@ _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
 
 @triton.jit
 def group_bounds(group, offsets_ptr, num_groups, num_rows):
-    """Return begin and end of groups; group ``num_groups`` is nobody's rows, later ones none."""
+    """Return begin and end of groups.
+
+    Index ``num_groups`` stands for the rows after the last group; higher indices are empty.
+    """
     end = tl.load(offsets_ptr + group, mask=group < num_groups, other=num_rows)
     inner = (group > 0) & (group <= num_groups)
     begin = tl.load(offsets_ptr + group - 1, mask=inner, other=0)
@@ -54,23 +58,6 @@ def find_group(
     before = tl.max(tl.where(group < found, tiles_up_to, 0), 0)
     first = tl.sum(tl.where(group == found, begin, 0), 0) + (tile - before) * BLOCK_M
     return found, first, tl.sum(tl.where(group == found, end, 0), 0)
-
-
-@triton.jit
-def load_group(
-    weight,
-    group,
-    first,
-    col,
-    DESCRIBED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return the block ``[K, N]`` of a group's weights by descriptor; as ``load_weights``."""
-    if DESCRIBED == "across":
-        return tl.reshape(weight.load([group, first, col]), (BLOCK_K, COLUMNS))
-    else:
-        return tl.reshape(weight.load([group, col, first]), (COLUMNS, BLOCK_K)).T
 
 
 @triton.jit
@@ -99,7 +86,7 @@ def _product_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    TMA_MODE: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
@@ -121,33 +108,24 @@ def _product_kernel(
     if GATHERS:
         row_read = tl.load(rows_ptr + row_read)
     depth_here = tl.where(group < num_groups, depth, 0)
-    if GATHERS or DESCRIBED == "no":
+    if GATHERS or TMA_MODE == "none":
         x_ptrs = x_ptr + row_read.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
-    if DESCRIBED == "no":
-        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if TMA_MODE == "none":
         weight_ptr += group.to(tl.int64) * stride_wg
         w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
         in_cols = (col < num_cols)[None, :]
         total = sum_of_pointers(
-            x_ptrs,
-            w_ptrs,
-            in_cols,
-            depth_here,
-            stride_xk,
-            stride_wk,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
+            x_ptrs, w_ptrs, in_cols, depth_here, stride_xk, stride_wk, PRECISION
         )
     else:
-        # Nobody's rows have neither bias nor weights.
+        # The rows after the last group have neither bias nor weights.
         bias_cols = tl.where(group < num_groups, num_cols, 0)
         bias_row = bias_ptr + group.to(tl.int64) * num_cols
-        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total = bias_tile(bias_row, col, bias_cols, BLOCK_M, HAS_BIAS)
         if HAS_BIAS and SCALES:
             total = total * tl.load(scale_ptr + row, mask=row < end, other=0.0)[:, None]
+        first_col = col_tile * BLOCK_N
         for first in range(0, depth_here, BLOCK_K):
             if GATHERS:
                 x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
@@ -155,15 +133,7 @@ def _product_kernel(
             else:
                 # Of a tile's rows past the group's last one nothing is stored.
                 x = x_ptr.load([first_row, first])
-            w = load_group(
-                weight_ptr,
-                group,
-                first,
-                col_tile * BLOCK_N,
-                DESCRIBED,
-                BLOCK_K,
-                BLOCK_N,
-            )
+            w = load_weights(weight_ptr, group, first, first_col, TMA_MODE, BLOCK_K, BLOCK_N)
             total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     corner = first_row.to(tl.int64) * num_cols
@@ -172,7 +142,7 @@ def _product_kernel(
     for part in tl.static_range(EPILOGUE_PARTS):
         z = parts[part]
         part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
-        if HAS_BIAS and DESCRIBED == "no":
+        if HAS_BIAS and TMA_MODE == "none":
             valid = (part_col < num_cols) & (group < num_groups)
             bias = tl.load(bias_ptr + group.to(tl.int64) * num_cols + part_col, mask=valid, other=0)
             bias = bias.to(tl.float32)[None, :]
@@ -291,12 +261,12 @@ def _row_sums_kernel(
 
 
 def groups_block(num_groups: int) -> int:
-    """Return the block that holds all groups and that of nobody."""
+    """Return the block that holds all groups and the rows after the last one."""
     return triton.next_power_of_2(num_groups + 1)
 
 
 def row_tiles_of(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Return the most row tiles that the groups, and the rows of nobody, can have."""
+    """Return the most row tiles that the groups, and the rows after them, can have."""
     return num_rows // block_m + min(num_rows, num_groups + 1)
 
 
@@ -334,16 +304,18 @@ def product(
     blocks, options = _product_blocks(
         input.dtype,
         num_rows // max(1, num_groups),
-        older=older(input.device),
+        mma_sync=uses_mma_sync(input.device),
         gathers=rows is not None,
     )
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
-    how, (x, w) = described(blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None)
+    tma_mode, (x, w) = tma_operands(
+        blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None
+    )
     with _launch.device_of(input):
         _product_kernel[(row_tiles * triton.cdiv(num_cols, blocks["BLOCK_N"]),)](
             x,
             offsets if rows is None else rows,
-            weight if how == "no" else w,
+            weight if tma_mode == "none" else w,
             _launch.dense(bias, input),
             offsets if scale is None else scale,
             offsets.contiguous(),
@@ -362,7 +334,7 @@ def product(
             KEEPS=keeps,
             ACTIVATION=activation,
             PRECISION=_launch.precision(input.dtype),
-            DESCRIBED=how,
+            TMA_MODE=tma_mode,
             GROUPS=groups_block(num_groups),
             GROUP_M=GROUP_M,
             **blocks,
@@ -372,19 +344,19 @@ def product(
 
 
 def _product_blocks(
-    dtype: torch.dtype, num_rows: int, *, older: bool, gathers: bool
+    dtype: torch.dtype, num_rows: int, *, mma_sync: bool, gathers: bool
 ) -> _launch.Tiling:
     """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
-    blocks, options = blocks_of(dtype, num_rows, older=older)
+    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
     return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
 
 
-def _gradient_blocks(dtype: torch.dtype, *, gathers: bool, older: bool) -> _launch.Tiling:
+def _gradient_blocks(dtype: torch.dtype, *, gathers: bool, mma_sync: bool) -> _launch.Tiling:
     """Return tile sizes and launch options of ``blocks_of``; reading a list ahead takes two stages.
 
     With a list float32 in one part spills under Triton 3.6.
     """
-    blocks, options = blocks_of(dtype, 4096, older=older)
+    blocks, options = blocks_of(dtype, 4096, mma_sync=mma_sync)
     if gathers and dtype == torch.float32:
         blocks = blocks | {"EPILOGUE_PARTS": 4}
     return blocks, options | ({"num_stages": 5} if gathers else {})
@@ -423,7 +395,9 @@ def weight_gradient(
     num_groups, in_size, out_size = out.shape
     lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
-    blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), older=older(x.device))
+    blocks, options = _gradient_blocks(
+        x.dtype, gathers=bool(lists), mma_sync=uses_mma_sync(x.device)
+    )
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
     ends = offsets.contiguous()
     with _launch.device_of(x):

@@ -125,7 +125,7 @@ def _combine_kernel(
 def scatter(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the rows ``[tokens * top_k, hidden]`` of ``[tokens, hidden]``."""
     tokens, top_k = positions.shape
-    x = rows_of(input)
+    x = with_dense_rows(input)
     output = x.new_empty(tokens * top_k, x.shape[1])
     if output.numel() == 0:
         return output
@@ -142,7 +142,7 @@ def combine(
 ) -> torch.Tensor:
     """Return ``[tokens, hidden]``, the (weighted) sum of each token's kept rows."""
     tokens, top_k = positions.shape
-    x = rows_of(input)
+    x = with_dense_rows(input)
     output = x.new_empty(tokens, x.shape[1])
     if output.numel() == 0:
         return output
@@ -156,8 +156,8 @@ def combine(
     return output
 
 
-def rows_of(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows hold together; they may be apart."""
+def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix with unit column stride; the row stride is free."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -1,28 +1,33 @@
-"""layer_norm and rms_norm in Triton: kernels and launchers for both.
+"""The four norms in Triton: kernels and launchers of layer norm and RMS norm, alone or after a sum.
 
-A row of up to ``MAX_FUSED`` columns stays in registers: the forward reads the input once and
-writes the output once. Longer rows are walked in blocks (statistics by a second pass over data that
-the L2 cache still holds) instead of spilling registers.
+A row of up to ``_MAX_FORWARD`` columns (in the backward ``_MAX_BACKWARD``) stays in registers: the
+forward reads each input once and writes each output once. Longer rows are walked in blocks
+(statistics by a second pass over data that the L2 cache still holds) instead of spilling registers.
+Their residual sum is the kernel of ``bias_dropout_add``: one more pass over the sum.
 
 The backward runs a fixed number of programs per device. Each walks its rows, keeps its part of the
 weight and bias gradients in float32 registers and writes it once; a second kernel adds the parts in
-order. No atomics: the same bits in every run.
+order. No atomics: the same bits in every run. The dropout mask is drawn from the element's index,
+never stored.
 
-``CENTRED`` tells layer norm from RMS norm, which has no mean: its pointer is then not read. What
-happens to a row in registers is in ``_norm_rows.py``, for add_layer_norm and add_rms_norm too.
+``CENTRED`` distinguishes layer norm from RMS norm, which has no mean: its pointer is then not read.
+``_norm_rows.py`` contains the formulas of a row in registers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
+from fusedops._core import philox
+from fusedops._core.capability import compute_capability
+from fusedops.kernels import _launch, bias_dropout_add
+from fusedops.kernels._device import dropout
 from fusedops.kernels._norm_rows import (
     affine,
     load_row,
@@ -33,27 +38,36 @@ from fusedops.kernels._norm_rows import (
     statistics,
 )
 
-# Columns of a row that fit in registers with the two float32 accumulators of the backward.
-MAX_FUSED = 8192
+# Columns of a row that a program holds in registers. At 32768 the forward spills (sm_90); the
+# backward also has two float32 accumulators.
+_MAX_FORWARD = 16384
+_MAX_BACKWARD = 8192
 _LONG_BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _forward_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
+    seed_ptr,
     y_ptr,
+    summed_ptr,
     mean_ptr,
     rstd_ptr,
     num_rows,
     num_cols,
     eps,
     weight_offset,
+    limit,
+    scale,
     CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -62,10 +76,17 @@ def _forward_kernel(
     row_mask = row < num_rows
     col_mask = col < num_cols
     mask = row_mask[:, None] & col_mask[None, :]
-    offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+    start = row[:, None].to(tl.int64) * num_cols
+    offset = start + col[None, :]
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x = dropout(x, start, seed_ptr, limit, scale, DROPOUT)
+        x = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32) + x
+        summed = x.to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + offset, summed, mask=mask)
+        x = tl.where(mask, summed.to(tl.float32), 0.0)
     x, mean, rstd = statistics(x, mask, num_cols, eps, CENTRED)
-    y = normalized(x, rstd[:, None], x_ptr.dtype.element_ty, ROUND_FIRST)
+    y = normalized(x, rstd[:, None], summed_ptr.dtype.element_ty, ROUND_FIRST)
     y = affine(y, weight_ptr, bias_ptr, weight_offset, col, col_mask, HAS_WEIGHT, HAS_BIAS)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
     if CENTRED:
@@ -117,24 +138,32 @@ def _forward_long_kernel(
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _backward_kernel(
     dy_ptr,
+    dsummed_ptr,
     x_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
+    seed_ptr,
     dx_ptr,
+    dresidual_ptr,
     dweight_ptr,
     dbias_ptr,
     num_rows,
     num_cols,
     weight_offset,
+    limit,
+    scale,
     CENTRED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_DSUMMED: tl.constexpr,
     WANTS_INPUT: tl.constexpr,
+    WANTS_RESIDUAL: tl.constexpr,
     WANTS_WEIGHT: tl.constexpr,
     WANTS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     # Rows program, program + programs, ...: neighbouring programs read neighbouring rows.
@@ -151,9 +180,12 @@ def _backward_kernel(
         next_dy = load_row(dy_ptr, program, num_rows, num_cols, col, mask)
         next_x = load_row(x_ptr, program, num_rows, num_cols, col, mask)
     for row in range(program, num_rows, tl.num_programs(0)):
-        offset = tl.cast(row, tl.int64) * num_cols + col
+        start = tl.cast(row, tl.int64) * num_cols
+        offset = start + col
         if AHEAD:
             dy, x = next_dy.to(tl.float32), next_x.to(tl.float32)
+            if HAS_DSUMMED and (WANTS_INPUT or WANTS_RESIDUAL):
+                dsummed = tl.load(dsummed_ptr + offset, mask=mask, other=0.0)
             next_dy = load_row(dy_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
             next_x = load_row(x_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
         else:
@@ -164,9 +196,19 @@ def _backward_kernel(
             dweight += dy * x
         if WANTS_BIAS:
             dbias += dy
-        if WANTS_INPUT:
-            dx = row_gradient(dy * weight, x, rstd, num_cols, CENTRED)
-            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_INPUT or WANTS_RESIDUAL:
+            total = row_gradient(dy * weight, x, rstd, num_cols, CENTRED)
+            if HAS_DSUMMED:
+                if not AHEAD:
+                    dsummed = tl.load(dsummed_ptr + offset, mask=mask, other=0.0)
+                total += dsummed.to(tl.float32)
+            if WANTS_INPUT:
+                dx = dropout(total, start, seed_ptr, limit, scale, DROPOUT)
+                tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if WANTS_RESIDUAL:
+                tl.store(
+                    dresidual_ptr + offset, total.to(dresidual_ptr.dtype.element_ty), mask=mask
+                )
     part = tl.cast(program, tl.int64) * num_cols + col
     if WANTS_WEIGHT:
         tl.store(dweight_ptr + part, dweight, mask=mask)
@@ -269,101 +311,223 @@ class NormVariant:
 LAYER_NORM = NormVariant(centred=True)
 
 
-def rms_kind(weight_offset: float, rounding: str) -> NormVariant:
-    """Return the kind of an RMS norm."""
+def rms_variant(weight_offset: float, rounding: str) -> NormVariant:
     return NormVariant(centred=False, weight_offset=weight_offset, round_first=rounding == "hf")
 
 
 def forward(
-    kind: NormVariant,
+    variant: NormVariant,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; returns output, mean and rstd (without ``centred`` the mean is rstd)."""
+    residual: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward; returns normed, the normalised rows, mean and rstd.
+
+    The rows are ``residual + dropout(input)``, or ``input`` without a residual. For an RMS norm
+    rstd stands in for the mean.
+    """
     x = input.contiguous()
-    leading = x.shape[: x.dim() - len(normalized_shape)]
-    output = torch.empty_like(x, dtype=kind.output_dtype(x.dtype, weight))
-    rstd = x.new_empty(leading, dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind.centred else rstd
+    r = x if residual is None else residual.contiguous()
+    rstd = r.new_empty(r.shape[: r.dim() - len(normalized_shape)], dtype=torch.float32)
     num_rows = rstd.numel()
-    if x.numel() == 0:
-        return output, mean, rstd
-    num_cols = x.numel() // num_rows
-    tensors = (x, _launch.dense(weight, x), _launch.dense(bias, x), output, mean, rstd)
+    num_cols = r.numel() // num_rows if r.numel() else 0
+    is_long = num_cols > _MAX_FORWARD
+    if is_long and residual is not None:
+        summed = bias_dropout_add.forward(x, None, r, seed, dropout_p, x.dtype)
+        return forward(variant, summed, normalized_shape, weight, bias, eps)
+    summed = x if residual is None else torch.empty_like(r)
+    normed = torch.empty_like(r, dtype=variant.output_dtype(r.dtype, weight))
+    mean = torch.empty_like(rstd) if variant.centred else rstd
+    if r.numel() == 0:
+        return normed, summed, mean, rstd
+    parameters = (_launch.dense(weight, r), _launch.dense(bias, r))
+    numbers = (num_cols, eps, variant.weight_offset)
     flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    flags |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
-    sizes: tuple[int, ...]
-    if num_cols > 2 * MAX_FUSED:
-        kernel, programs, sizes = _forward_long_kernel, num_rows, (num_cols,)
-        blocks = {"BLOCK_N": _LONG_BLOCK}
-    else:
-        block_n = triton.next_power_of_2(num_cols)
-        blocks = {"BLOCK_M": max(1, min(16, 1024 // block_n)), "BLOCK_N": block_n}
-        programs, sizes = triton.cdiv(num_rows, blocks["BLOCK_M"]), (num_rows, num_cols)
-        kernel = _forward_kernel
-    options = _launch.row_options(math.prod(blocks.values()))
-    with _launch.device_of(x):
-        kernel[(programs,)](*tensors, *sizes, eps, kind.weight_offset, **flags, **blocks, **options)
-    return output, mean, rstd
+    flags |= {"CENTRED": variant.centred, "ROUND_FIRST": variant.round_first}
+    with _launch.device_of(r):
+        if is_long:
+            launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
+            _forward_long_kernel[(num_rows,)](
+                x, *parameters, normed, mean, rstd, *numbers, **flags, **launch
+            )
+        else:
+            block_n = triton.next_power_of_2(num_cols)
+            block_m = max(1, min(16, 1024 // block_n))
+            launch = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+            launch |= _launch.row_options(block_m * block_n)
+            flags["HAS_RESIDUAL"] = residual is not None
+            tensors = (x, r, *parameters, _launch.dense(seed, r), normed, summed, mean, rstd)
+            dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
+            _forward_kernel[(triton.cdiv(num_rows, block_m),)](
+                *tensors, num_rows, *numbers, **dropout, **flags, **launch
+            )
+    return normed, summed, mean, rstd
 
 
 def backward(
-    kind: NormVariant,
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
+    variant: NormVariant,
+    grad_normed: torch.Tensor | None,
+    grad_summed: torch.Tensor | None,
+    summed: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    seed: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward; returns the requested gradients of input, residual, weight and bias.
+
+    A norm without a residual asks for that of ``residual``: the gradient of the normalised rows.
+    """
+    x = summed.contiguous()
+    # Otherwise the gradient of input is that of residual.
+    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == x.dtype
+    has_dy = grad_normed is not None
+    wants_input, wants_residual = output_mask[0] and not same, output_mask[1]
+    wants_weight, wants_bias = output_mask[2] and has_dy, output_mask[3] and has_dy
+    if x.numel() == 0:
+        dtype = x.dtype if weight is None else weight.dtype
+        return (
+            torch.empty_like(x, dtype=input_dtype) if wants_input else None,
+            torch.empty_like(x) if wants_residual else None,
+            x.new_zeros(normalized_shape, dtype=dtype) if wants_weight else None,
+            x.new_zeros(normalized_shape, dtype=dtype) if wants_bias else None,
+        )
+    if grad_normed is not None and x.numel() // rstd.numel() <= _MAX_BACKWARD:
+        tensors = (grad_normed, grad_summed, x, weight, mean, rstd, seed)
+        wants = (wants_input, wants_residual, wants_weight, wants_bias)
+        return _backward(variant, *tensors, normalized_shape, dropout_p, input_dtype, wants)
+    total, dweight, dbias = grad_summed, None, None
+    if grad_normed is not None:
+        total, dweight, dbias = _backward_long(
+            variant,
+            *(grad_normed, x, weight, mean, rstd, normalized_shape),
+            (wants_input or wants_residual, wants_weight, wants_bias),
+        )
+        if total is not None and grad_summed is not None:
+            total = total + grad_summed
+    dx = None
+    if wants_input:
+        assert total is not None
+        only_input = (True, False, False)
+        dx = bias_dropout_add.backward(total, None, seed, dropout_p, input_dtype, only_input)[0]
+        dx = total.clone(memory_format=torch.contiguous_format) if dx is None else dx
+    if not wants_residual:
+        total = None
+    elif grad_normed is None:
+        assert total is not None
+        total = total.clone(memory_format=torch.contiguous_format)
+    return dx, total, dweight, dbias
+
+
+def _backward(
+    variant: NormVariant,
+    grad_normed: torch.Tensor,
+    grad_summed: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    seed: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    wants: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward of rows that fit in registers."""
+    num_rows = rstd.numel()
+    num_cols = x.numel() // num_rows
+    dx = torch.empty_like(x, dtype=input_dtype) if wants[0] else None
+    dresidual = torch.empty_like(x) if wants[1] else None
+    block_n = triton.next_power_of_2(num_cols)
+    options = _backward_options(block_n, newest=(compute_capability(x.device) or (0,))[0] == 12)
+    programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
+    parts = _parts(x, programs, num_cols, wants[2:])
+    grads = (grad_normed.contiguous(), _launch.dense(grad_summed, x))
+    statistics = (mean.contiguous(), rstd.contiguous())
+    tensors = (*grads, x, _launch.dense(weight, x), *statistics, _launch.dense(seed, x))
+    targets = (x if tensor is None else tensor for tensor in (dx, dresidual, *parts))
+    dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
+    flags = {"CENTRED": variant.centred, "HAS_WEIGHT": weight is not None}
+    flags["HAS_DSUMMED"] = grad_summed is not None
+    names = ("WANTS_INPUT", "WANTS_RESIDUAL", "WANTS_WEIGHT", "WANTS_BIAS")
+    flags |= zip(names, wants, strict=True)
+    numbers = (num_rows, num_cols, variant.weight_offset)
+    launch = {"BLOCK_N": block_n} | options
+    with _launch.device_of(x):
+        _backward_kernel[(programs,)](*tensors, *targets, *numbers, **dropout, **flags, **launch)
+        dweight, dbias = _added(parts, weight, x, normalized_shape)
+    return dx, dresidual, dweight, dbias
+
+
+def _backward_long(
+    variant: NormVariant,
+    grad_normed: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     normalized_shape: Sequence[int],
-    output_mask: Sequence[bool],
+    wants: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; returns the requested gradients of input, weight and bias."""
-    x = input.contiguous()
-    dy = grad_output.contiguous()
+    """Launch the backward of rows that are walked in blocks, without that of the sum."""
     num_rows = rstd.numel()
-    dx = torch.empty_like(x) if output_mask[0] else None
-    dtype = x.dtype if weight is None else weight.dtype
-    if x.numel() == 0:
-        dweight, dbias = (
-            x.new_zeros(normalized_shape, dtype=dtype) if flag else None for flag in output_mask[1:]
-        )
-        return dx, dweight, dbias
     num_cols = x.numel() // num_rows
-    block_n = triton.next_power_of_2(min(num_cols, MAX_FUSED))
-    options = _launch.row_options(2 * block_n)
+    dx = torch.empty_like(x) if wants[0] else None
     programs = min(num_rows, _launch.num_programs(x.device))
-    if num_cols <= MAX_FUSED:
-        programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
-    parts = [
-        x.new_empty((programs, num_cols), dtype=torch.float32) if needed else None
-        for needed in output_mask[1:]
-    ]
+    parts = _parts(x, programs, num_cols, wants[1:])
+    dy = grad_normed.contiguous()
     statistics = (mean.contiguous(), rstd.contiguous())
-    data = (dy, x, _launch.dense(weight, x), *statistics)
-    targets = [x if part is None else part for part in (dx, *parts)]
-    flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
-    wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), output_mask, strict=True))
-    offset = kind.weight_offset
     with _launch.device_of(x):
-        if num_cols <= MAX_FUSED:
-            launch = {"BLOCK_N": block_n} | options
-            _backward_kernel[(programs,)](
-                *data, *targets, num_rows, num_cols, offset, **flags, **wants, **launch
+        if dx is not None:
+            launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
+            flags = {"CENTRED": variant.centred, "HAS_WEIGHT": weight is not None}
+            tensors = (dy, x, _launch.dense(weight, x), *statistics, dx)
+            _backward_input_long_kernel[(num_rows,)](
+                *tensors, num_cols, variant.weight_offset, **flags, **launch
             )
-        else:
-            if wants.pop("WANTS_INPUT"):
-                launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
-                _backward_input_long_kernel[(num_rows,)](
-                    *data, targets[0], num_cols, offset, **flags, **launch
-                )
-            if any(wants.values()):
-                sums = (dy, x, *statistics, *targets[1:], num_rows, num_cols)
-                launch = {"BLOCK_N": 1024} | _launch.row_options(1024)
-                _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
-                    *sums, CENTRED=kind.centred, **wants, **launch
-                )
-        dweight, dbias = (_launch.sum_rows(part, dtype, normalized_shape) for part in parts)
+        if any(wants[1:]):
+            targets = [x if part is None else part for part in parts]
+            flags = dict(zip(("WANTS_WEIGHT", "WANTS_BIAS"), wants[1:], strict=True))
+            launch = {"BLOCK_N": 1024} | _launch.row_options(1024)
+            _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
+                *(dy, x, *statistics, *targets, num_rows, num_cols),
+                CENTRED=variant.centred,
+                **flags,
+                **launch,
+            )
+        dweight, dbias = _added(parts, weight, x, normalized_shape)
     return dx, dweight, dbias
+
+
+def _parts(
+    x: torch.Tensor, programs: int, num_cols: int, wants: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Allocate each program's part of the requested gradients of weight and bias."""
+    shape = (programs, num_cols)
+    return [x.new_empty(shape, dtype=torch.float32) if needed else None for needed in wants]
+
+
+def _added(
+    parts: Sequence[torch.Tensor | None],
+    weight: torch.Tensor | None,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+) -> list[torch.Tensor | None]:
+    """Return the gradients of weight and bias, the sums of their parts."""
+    dtype = x.dtype if weight is None else weight.dtype
+    return [_launch.sum_rows(part, dtype, normalized_shape) for part in parts]
+
+
+def _backward_options(block_n: int, *, newest: bool) -> dict[str, Any]:
+    """Return launch options; 16 warps spill rows of 8192 on sm_120 (``newest``), Triton 3.6."""
+    options = _launch.row_options(2 * block_n)
+    return options | ({"num_warps": 32} if newest and block_n > 4096 else {})

@@ -272,27 +272,20 @@ class StepLaunch:
 
 
 def launches(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    max_exp_avg_sqs: list[torch.Tensor],
-    copies: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    draws: Sequence[int],
-    weight_decays: Sequence[float],
+    tensors: Sequence[list[torch.Tensor]], draws: Sequence[int], weight_decays: Sequence[float]
 ) -> list[StepLaunch]:
-    """Return the launches of a step, whose tensors are those of ``fusedops::adamw``."""
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies)
+    """Return the launches of a step; ``tensors`` are the seven lists of ``fusedops::adamw``."""
+    *lists, steps = tensors
+    params, grads, exp_avgs, _, max_exp_avg_sqs, copies = lists
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, param in enumerate(params):
         copied = copies[i].dtype if copies else param.dtype
-        vectorizes = _pointer_table.vectorizes(*(tensors[i] for tensors in lists if tensors))
+        vectorizes = _pointer_table.vectorizes(*(column[i] for column in lists if column))
         dtypes = (param.dtype, grads[i].dtype, exp_avgs[i].dtype, copied, steps[i].dtype)
         kinds.setdefault((dtypes, vectorizes), []).append(i)
     made = []
     for (dtypes, vectorizes), members in kinds.items():
-        chosen = [[tensors[i] for i in members] if tensors else [] for tensors in lists]
+        chosen = [[column[i] for i in members] if column else [] for column in lists]
         sizes = tuple(params[i].numel() for i in members)
         table = torch.zeros(len(members), _COLUMNS, dtype=torch.int64)
         table[:, :6] = _pointer_table.addresses(*chosen)
@@ -318,10 +311,8 @@ def launches(
 
 def forward(*args: Any) -> None:
     """Launch the step; arguments are those of ``fusedops::adamw``."""
-    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, steps = args[:7]
     grad_factor, found_inf, learning_rate, draws, weight_decays, lr, *numbers = args[7:]
-    states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    for launch in launches(params, grads, *states, copies, steps, draws, weight_decays):
+    for launch in launches(args[:7], draws, weight_decays):
         launch.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
 
 

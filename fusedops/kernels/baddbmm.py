@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._device import split
+from fusedops.kernels._products import GROUP_M, blocks_of, tile_of, uses_mma_sync
 from fusedops.kernels._triton_version import at_least
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, older, split, tile_of
 
 _BATCH_DIMS = 3
 # Products of a launch: what the second dimension of a grid may be, and a part of 2^31, so that
@@ -126,7 +127,7 @@ def forward(*args: Any) -> torch.Tensor:
     missing = _BATCH_DIMS - len(sizes)
     sizes = [1] * missing + sizes
     a, b, addend = operands
-    blocks, options = _blocks(batch1.dtype, num_rows, older=older(batch1.device))
+    blocks, options = _blocks(batch1.dtype, num_rows, mma_sync=uses_mma_sync(batch1.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     batches = leading.numel()
     with _launch.device_of(batch1):
@@ -219,8 +220,8 @@ def _operand_gradient(
     return (alpha * product).to(operand.dtype).contiguous()
 
 
-def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
+def _blocks(dtype: torch.dtype, num_rows: int, *, mma_sync: bool) -> _launch.Tiling:
     """Return ``blocks_of``; Triton 3.8 spills float32 with three stages on sm_90."""
-    blocks, options = blocks_of(dtype, num_rows, older=older)
-    spills = dtype == torch.float32 and not older and at_least(3, 8) and not at_least(3, 9)
+    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    spills = dtype == torch.float32 and not mma_sync and at_least(3, 8) and not at_least(3, 9)
     return blocks, options | ({"num_stages": 2} if spills else {})

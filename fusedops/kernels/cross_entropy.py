@@ -355,7 +355,7 @@ def logits_gradient(
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::cross_entropy``."""
     call = CrossEntropy(*args)
-    x, target = rows_of(call.logits), call.target
+    x, target = dense_matrix(call.logits), call.target
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), x.shape[1], call.options)
         pieces.add(x, 0)
@@ -370,7 +370,7 @@ def backward(*args: Any) -> torch.Tensor | None:
     grad_loss, call, (statistics, count), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
-    x = rows_of(call.logits)
+    x = dense_matrix(call.logits)
     grad = torch.empty_like(x)
     with _launch.device_of(x):
         incoming = row_gradients(grad_loss, call.reduction)
@@ -388,7 +388,7 @@ def backward(*args: Any) -> torch.Tensor | None:
     return grad.view(call.logits.shape)
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def dense_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as a dense matrix ``[rows, last dim]``."""
     return tensor.contiguous().view(tensor.shape[:-1].numel(), tensor.shape[-1])
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from fusedops.kernels import _norm
-from fusedops.kernels._norm import LAYER_NORM
 
-forward = functools.partial(_norm.forward, LAYER_NORM)
+
+def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Launch the forward; arguments and results are those of ``fusedops::layer_norm``."""
+    normed, _, mean, rstd = _norm.forward(_norm.LAYER_NORM, *args)
+    return normed, mean, rstd
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::layer_norm_backward``."""
     grad_output, input, weight, mean, rstd, shape, _, output_mask = args
-    return _norm.backward(LAYER_NORM, grad_output, input, weight, mean, rstd, shape, output_mask)
+    tensors = (grad_output, None, input, weight, mean, rstd, None)
+    mask = (False, *output_mask)
+    return _norm.backward(_norm.LAYER_NORM, *tensors, shape, 0.0, input.dtype, mask)[1:]

@@ -1,8 +1,7 @@
 """linear_act in Triton: a matrix product whose tiles get bias and activation before the store.
 
-Forward: one kernel. Tiles of the output are walked in groups of rows, so that the tiles that run
-together share operands in the L2 cache; sums are float32. The only other result written is the
-pre-activation, if it is saved.
+Forward: one kernel (``_products.py``). The only other result written is the pre-activation, if it
+is saved.
 
 Backward: one pass makes the gradient of the pre-activation and the bias gradient (float32 parts
 per program, added in order by a second kernel: the same bits in every run). Both products are then
@@ -17,94 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _descriptors, _launch
-from fusedops.kernels._descriptors import describable, describe
+from fusedops._core.layouts import as_matrix
+from fusedops.kernels import _launch
 from fusedops.kernels._device import act_both, act_value, split, with_slope
+from fusedops.kernels._products import (
+    bias_tile,
+    blocks_of,
+    group_of,
+    load_weights,
+    sum_of_pointers,
+    tile_of,
+    tma_operands,
+    uses_mma_sync,
+)
 
-GROUP_M = 8
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
-
-
-@triton.jit
-def tile_of(
-    program,
-    num_rows,
-    num_cols,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns.
-
-    0 says that all rows are in one tile.
-    """
-    if GROUP_M == 0:
-        return program * 0, program
-    else:
-        row_tiles = tl.cdiv(num_rows, BLOCK_M)
-        group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
-        first_tile = program // group_size * GROUP_M
-        group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
-        row_tile = first_tile + program % group_size % group_rows
-        return row_tile, program % group_size // group_rows
-
-
-@triton.jit
-def sum_of_pointers(
-    x_ptrs,
-    w_ptrs,
-    in_cols,
-    depth,
-    stride_xk,
-    stride_wk,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the float32 tile ``x w`` from pointers to its first blocks along ``depth``.
-
-    ``in_cols`` says which columns of ``w`` are read, all where it is ``None``.
-    """
-    k = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        left = depth - first
-        w_mask = k[:, None] < left
-        if in_cols is not None:
-            w_mask = w_mask & in_cols
-        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
-    return total
-
-
-@triton.jit
-def load_weights(weight, first, col, DESCRIBED: tl.constexpr):
-    """Return the block ``[K, N]`` at ``first`` along the sum and column ``col``, by descriptor.
-
-    Where it is described "across" its columns are neighbours in memory, else a sum's elements are.
-    """
-    if DESCRIBED == "across":
-        return weight.load([first, col])
-    else:
-        return weight.load([col, first]).T
-
-
-@triton.jit
-def bias_tile(bias_ptr, col, num_cols, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Return the float32 tile that a sum begins with: the bias in each row, or zeros.
-
-    Added behind the sum it would be 32 loads of four bytes a thread; here it is one wide load,
-    which arrives while the first operands do.
-    """
-    start = tl.zeros((BLOCK_M, col.shape[0]), tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0)
-        start += bias.to(tl.float32)[None, :]
-    return start
 
 
 @triton.jit
@@ -125,34 +51,31 @@ def _forward_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    TMA_MODE: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # ``DESCRIBED`` is "no", or how the weights lie: "along" the sum or "across" it. Then the first
-    # two arguments are descriptors, not pointers.
     row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, BLOCK_N)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    if DESCRIBED == "no":
-        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if TMA_MODE == "none":
         k = tl.arange(0, BLOCK_K)
         # Rows past the edge read row 0: loads need a mask along k only.
         row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
         col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
         x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
         w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None] * stride_wk
-        total = sum_of_pointers(
-            x_ptrs, w_ptrs, None, depth, stride_xk, stride_wk, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        total = sum_of_pointers(x_ptrs, w_ptrs, None, depth, stride_xk, stride_wk, PRECISION)
     else:
-        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        # The first two arguments are descriptors.
+        first_col = col_tile * BLOCK_N
         total = bias_tile(bias_ptr, col, num_cols, BLOCK_M, HAS_BIAS)
         for first in range(0, depth, BLOCK_K):
             x = x_ptr.load([row_tile * BLOCK_M, first])
-            w = load_weights(weight_ptr, first, col_tile * BLOCK_N, DESCRIBED)
+            w = load_weights(weight_ptr, None, first, first_col, TMA_MODE, BLOCK_K, BLOCK_N)
             total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     # The tile's corner is a 64-bit offset, positions inside it are 32-bit.
@@ -162,7 +85,7 @@ def _forward_kernel(
     for part in tl.static_range(EPILOGUE_PARTS):
         z = parts[part]
         part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
-        if HAS_BIAS and DESCRIBED == "no":
+        if HAS_BIAS and TMA_MODE == "none":
             bias = tl.load(bias_ptr + part_col, mask=part_col < num_cols, other=0.0)
             z += bias.to(tl.float32)[None, :]
         mask = (row < num_rows)[:, None] & (part_col < num_cols)[None, :]
@@ -234,12 +157,12 @@ def linear(
     kept = input.new_empty(shape if keeps else (0,))
     if output.numel() == 0:
         return output, kept
-    x = rows_of(input)
+    x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = weight.shape[0]
-    blocks, options = blocks_of(x.dtype, num_rows, older=older(x.device))
+    blocks, options = blocks_of(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
-    how, operands = described(blocks, blocks["BLOCK_N"], x, weight)
+    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"], x, weight)
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
             *operands,
@@ -255,7 +178,7 @@ def linear(
             KEEPS=keeps,
             ACTIVATION=activation,
             PRECISION=_launch.precision(input.dtype),
-            DESCRIBED=how,
+            TMA_MODE=tma_mode,
             GROUP_M=group_of(num_rows, blocks),
             **blocks,
             **options,
@@ -263,44 +186,10 @@ def linear(
     return output, kept
 
 
-def described(
-    blocks: dict[str, int],
-    columns: int,
-    x: torch.Tensor,
-    *weights: torch.Tensor,
-    gathers: bool = False,
-) -> tuple[str, tuple[Any, ...]]:
-    """Return how the operands are read, and the operands: by descriptors where that is possible.
-
-    "along" and "across" say which neighbours the weights have in memory, "no" that none of the
-    operands is a descriptor.
-
-    Args:
-        blocks: tile sizes. For few rows the host's work for a descriptor, microseconds, is worth
-            more than what it saves.
-        columns: how many columns of each weight a tile reads.
-        x: ``[rows, K]``.
-        weights: ``[..., N, K]``.
-        gathers: whether a list gathers the rows of ``x``, which then stays a tensor.
-    """
-    read = weights if gathers else (x, *weights)
-    along = describable(*read)
-    across = describable(*(() if gathers else (x,)), *(weight.mT for weight in weights))
-    if blocks["BLOCK_M"] < 128 or not (along or across):
-        return "no", (x, *weights)
-    depth = blocks["BLOCK_K"]
-    leading = [1] * (weights[0].dim() - 2)
-    left = x if gathers else describe(x, [blocks["BLOCK_M"], depth])
-    if along:
-        return "along", (left, *(describe(w, [*leading, columns, depth]) for w in weights))
-    block = [*leading, depth, columns]
-    return "across", (left, *(describe(w.mT, block) for w in weights))
-
-
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::linear_act_backward``."""
     grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
-    dy = rows_of(grad_output.contiguous())
+    dy = as_matrix(grad_output.contiguous())
     wants_product = output_mask[0] or output_mask[1]
     kept = preactivation
     if activation != "identity" and kept.numel() == 0:
@@ -310,7 +199,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
     return (
         (dz @ weight).reshape(input.shape) if output_mask[0] else None,
-        weight_gradient(dz, rows_of(input), weight) if output_mask[1] else None,
+        weight_gradient(dz, as_matrix(input), weight) if output_mask[1] else None,
         dbias,
     )
 
@@ -354,42 +243,8 @@ def activation_gradient(
     return dz, hidden, dbias
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a matrix ``[rows, features]``."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
-
-
 def weight_gradient(dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``dz^T x``, laid out as ``weight`` is: a transposed weight gets a transposed one."""
     if not weight.is_contiguous() and weight.t().is_contiguous():
         return (x.t() @ dz).t()
     return dz.t() @ x
-
-
-def older(device: torch.device) -> bool:
-    """Return whether a GPU multiplies registers: one of before sm_90, and sm_120."""
-    return not _descriptors.available(device)
-
-
-def blocks_of(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
-    """Return tile sizes and launch options: half precision fills the matrix units of sm_90.
-
-    Steps of 64 would leave an ``older`` GPU too few registers for 128 x 256 sums: Triton 3.8
-    spills there. Four steps of 32 fit the 99 KB of sm_86, sm_89 and sm_120.
-    """
-    options = {"enable_fp_fusion": True}
-    if dtype == torch.float32:
-        blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "EPILOGUE_PARTS": 1}
-        return blocks, options | {"num_warps": 4, "num_stages": 3}
-    if num_rows <= 64:
-        block_m = 16 if num_rows <= 16 else 64
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "EPILOGUE_PARTS": 1}
-        return blocks, options | {"num_warps": 4, "num_stages": 4}
-    block_k = 32 if older else 64
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": block_k, "EPILOGUE_PARTS": 8}
-    return blocks, options | {"num_warps": 8, "num_stages": 4}
-
-
-def group_of(num_rows: int, blocks: dict[str, int]) -> int:
-    """Return ``GROUP_M`` of ``tile_of``: a row of tiles alone needs no divisions to be found."""
-    return GROUP_M if num_rows > blocks["BLOCK_M"] else 0

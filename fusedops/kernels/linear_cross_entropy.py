@@ -14,13 +14,13 @@ import torch
 
 from fusedops.kernels import _launch
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
-from fusedops.kernels.cross_entropy import Pieces, logits_gradient, row_gradients, rows_of
+from fusedops.kernels.cross_entropy import Pieces, dense_matrix, logits_gradient, row_gradients
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::linear_cross_entropy``."""
     call = LinearCrossEntropy(*args)
-    x, shape, num_classes = rows_of(call.hidden), call.target.shape, call.weight.shape[0]
+    x, shape, num_classes = dense_matrix(call.hidden), call.target.shape, call.weight.shape[0]
     chunk_size = num_classes if call.keep_logits else call.chunk_size
     several = num_classes > chunk_size
     with _launch.device_of(x):
@@ -42,7 +42,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
     grad_loss, call, (statistics, kept), output_mask = of_backward(LinearCrossEntropy, args)
     hidden, weight = call.hidden, call.weight
-    x, num_classes = rows_of(hidden), weight.shape[0]
+    x, num_classes = dense_matrix(hidden), weight.shape[0]
     grad_hidden: torch.Tensor | None = None
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grad_bias = weight.new_empty(num_classes)

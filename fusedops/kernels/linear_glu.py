@@ -16,18 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core.layouts import as_matrix
 from fusedops.kernels import _launch
 from fusedops.kernels._device import act_both, act_value, split, with_slope
-from fusedops.kernels.linear_act import (
+from fusedops.kernels._products import (
     blocks_of,
-    described,
     group_of,
     load_weights,
-    older,
-    rows_of,
     tile_of,
-    weight_gradient,
+    tma_operands,
+    uses_mma_sync,
 )
+from fusedops.kernels.linear_act import weight_gradient
 
 _GRADIENT_BLOCK = {"BLOCK": 1024}
 _GRADIENT_LAUNCH = _GRADIENT_BLOCK | _launch.FOUR_WARPS
@@ -51,7 +51,7 @@ def _forward_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    TMA_MODE: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -66,7 +66,7 @@ def _forward_kernel(
     # two bytes at a time, and spills.
     gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
     up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
-    if DESCRIBED == "no":
+    if TMA_MODE == "none":
         col = col_tile * HALF + tl.arange(0, HALF)
         k = tl.arange(0, BLOCK_K)
         # Rows past the edge read row 0: loads need a mask along k only.
@@ -84,10 +84,11 @@ def _forward_kernel(
             x_ptrs += BLOCK_K * stride_xk
             inside += BLOCK_K * stride_wk
     else:
+        col = col_tile * HALF
         for first in range(0, depth, BLOCK_K):
             x = x_ptr.load([row_tile * BLOCK_M, first])
-            gate_weight = load_weights(gate_weight_ptr, first, col_tile * HALF, DESCRIBED)
-            up_weight = load_weights(up_weight_ptr, first, col_tile * HALF, DESCRIBED)
+            gate_weight = load_weights(gate_weight_ptr, None, first, col, TMA_MODE, BLOCK_K, HALF)
+            up_weight = load_weights(up_weight_ptr, None, first, col, TMA_MODE, BLOCK_K, HALF)
             gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
             up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
@@ -150,13 +151,13 @@ def forward(
         return output, gate, up
     if gate_weight.stride() != up_weight.stride():
         gate_weight, up_weight = gate_weight.contiguous(), up_weight.contiguous()
-    x = rows_of(input)
+    x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = gate_weight.shape[0]
-    blocks, options = _blocks(x.dtype, num_rows, older=older(x.device))
+    blocks, options = _blocks(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
     col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
-    how, operands = described(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
+    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
             *operands,
@@ -171,7 +172,7 @@ def forward(
             KEEPS=keep_preactivations,
             ACTIVATION=activation,
             PRECISION=_launch.precision(input.dtype),
-            DESCRIBED=how,
+            TMA_MODE=tma_mode,
             GROUP_M=group_of(num_rows, blocks),
             **blocks,
             **options,
@@ -184,7 +185,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
     if gate.numel() != grad_output.numel():
         _, gate, up = forward(input, gate_weight, up_weight, activation, True)
-    dy, x = rows_of(grad_output.contiguous()), rows_of(input)
+    dy, x = as_matrix(grad_output.contiguous()), as_matrix(input)
     wants_input, wants_gate_weight, wants_up_weight = output_mask
     wants_gate, wants_up = wants_input or wants_gate_weight, wants_input or wants_up_weight
     dgate = torch.empty_like(dy) if wants_gate else dy
@@ -205,15 +206,15 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
+def _blocks(dtype: torch.dtype, num_rows: int, *, mma_sync: bool) -> _launch.Tiling:
     """Return linear_act's tile sizes and options, but where they would spill.
 
-    That is float32 in steps of 32, and on an ``older`` GPU two sums of 128 x 128, and float32 with
+    That is float32 in steps of 32, and with ``mma_sync`` two sums of 128 x 128, and float32 with
     three stages (Triton 3.8).
     """
-    blocks, options = blocks_of(dtype, num_rows, older=older)
+    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if dtype == torch.float32:
-        return blocks | {"BLOCK_K": 16}, options | ({"num_stages": 2} if older else {})
-    if older and num_rows > 64:
+        return blocks | {"BLOCK_K": 16}, options | ({"num_stages": 2} if mma_sync else {})
+    if mma_sync and num_rows > 64:
         return blocks | {"BLOCK_N": 128, "EPILOGUE_PARTS": 1}, options | {"num_warps": 4}
     return blocks | ({"EPILOGUE_PARTS": 4} if num_rows > 64 else {}), options

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops.kernels.linear_act import activation_gradient, linear, rows_of, weight_gradient
+from fusedops._core.layouts import as_matrix
+from fusedops.kernels.linear_act import activation_gradient, linear, weight_gradient
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,8 +28,8 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::mlp_backward``."""
     grad_output, input, w1, b1, w2, b2, preactivation, activation, _, output_mask = args
-    dy = rows_of(grad_output.contiguous())
-    x = rows_of(input)
+    dy = as_matrix(grad_output.contiguous())
+    x = as_matrix(input)
     grad_input = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
     if any(output_mask[:4]):
         kept = preactivation

@@ -21,18 +21,19 @@ import triton.language as tl
 
 from fusedops.kernels import _grouped, _launch, _moe_rows
 from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
-from fusedops.kernels._grouped import find_group, load_group
+from fusedops.kernels._grouped import find_group
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
-from fusedops.kernels.grouped_mm import supports as _supports_groups
-from fusedops.kernels.linear_act import (
+from fusedops.kernels._products import (
     GROUP_M,
     bias_tile,
     blocks_of,
-    described,
-    older,
+    load_weights,
     sum_of_pointers,
     tile_of,
+    tma_operands,
+    uses_mma_sync,
 )
+from fusedops.kernels.grouped_mm import supports as _supports_groups
 
 _PASS_BLOCK = {"BLOCK": 512}
 
@@ -94,7 +95,7 @@ def _expert_kernel(
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    TMA_MODE: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
@@ -107,7 +108,7 @@ def _expert_kernel(
         tl.program_id(0), row_tiles * BLOCK_M, width, GROUP_M, BLOCK_M, BLOCK_N
     )
     group, first_row, end = find_group(tile, offsets_ptr, num_groups, num_rows, GROUPS, BLOCK_M)
-    if group >= num_groups:  # nobody's rows are not read by the second product
+    if group >= num_groups:  # the second product does not read them
         return
     row = first_row + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -115,7 +116,7 @@ def _expert_kernel(
     x_row = tl.load(rows_ptr + row_read).to(tl.int64)
     x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
     bias_ptr += group.to(tl.int64) * width
-    if DESCRIBED == "no":
+    if TMA_MODE == "none":
         lane = tl.arange(0, BLOCK_N)
         if GATE == "halves":
             hidden_col = col_tile * HALF + lane % HALF
@@ -126,18 +127,7 @@ def _expert_kernel(
             in_cols = (col < width)[None, :]
         weight_ptr += group.to(tl.int64) * stride_wg
         w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-        total = sum_of_pointers(
-            x_ptrs,
-            w_ptrs,
-            in_cols,
-            depth,
-            stride_xk,
-            stride_wk,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        total = sum_of_pointers(x_ptrs, w_ptrs, in_cols, depth, stride_xk, stride_wk, PRECISION)
         if GATE == "halves":
             gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
     elif GATE == "halves":
@@ -149,29 +139,22 @@ def _expert_kernel(
             x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
             x_ptrs += BLOCK_K * stride_xk
             col = col_tile * HALF
-            gate_weight = load_group(weight_ptr, group, first, col, DESCRIBED, BLOCK_K, HALF)
-            up_weight = load_group(weight_ptr, group, first, inner + col, DESCRIBED, BLOCK_K, HALF)
+            gate_weight = load_weights(weight_ptr, group, first, col, TMA_MODE, BLOCK_K, HALF)
+            up_weight = load_weights(weight_ptr, group, first, inner + col, TMA_MODE, BLOCK_K, HALF)
             gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
             up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
     else:
         col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total = bias_tile(bias_ptr, col, width, BLOCK_M, HAS_BIAS)
+        first_col = col_tile * BLOCK_N
         for first in range(0, depth, BLOCK_K):
             x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
             x_ptrs += BLOCK_K * stride_xk
-            w = load_group(
-                weight_ptr,
-                group,
-                first,
-                col_tile * BLOCK_N,
-                DESCRIBED,
-                BLOCK_K,
-                BLOCK_N,
-            )
+            w = load_weights(weight_ptr, group, first, first_col, TMA_MODE, BLOCK_K, BLOCK_N)
             total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     scale = tl.load(scale_ptr + row_read).to(tl.float32)[:, None]
-    LATE: tl.constexpr = HAS_BIAS and DESCRIBED == "no"
+    LATE: tl.constexpr = HAS_BIAS and TMA_MODE == "none"
     z_corner = first_row.to(tl.int64) * width
     y_corner = first_row.to(tl.int64) * inner
     line = tl.arange(0, BLOCK_M)[:, None]
@@ -335,16 +318,17 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
         rows_per_group = num_rows // num_groups
-        blocks, options = _blocks(input.dtype, rows_per_group, gate, older=older(input.device))
+        mma_sync = uses_mma_sync(input.device)
+        blocks, options = _blocks(input.dtype, rows_per_group, gate, mma_sync=mma_sync)
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
-        how, (_, weight) = described(blocks, columns, input, w1.mT, gathers=True)
+        tma_mode, (_, weight) = tma_operands(blocks, columns, input, w1.mT, gathers=True)
         with _launch.device_of(input):
             _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
                 input,
                 tokens,
                 scale,
-                w1 if how == "no" else weight,
+                w1 if tma_mode == "none" else weight,
                 _launch.dense(b1, input),
                 offsets.contiguous(),
                 kept if call.keep_preactivation else hidden,
@@ -362,7 +346,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 GATE=gate,
                 ACTIVATION=call.activation,
                 PRECISION=_launch.precision(input.dtype),
-                DESCRIBED=how,
+                TMA_MODE=tma_mode,
                 GROUPS=_grouped.groups_block(num_groups),
                 GROUP_M=GROUP_M,
                 **blocks,
@@ -451,20 +435,20 @@ def _rows_of(probs: torch.Tensor, permutation: torch.Tensor) -> tuple[torch.Tens
     return tokens, probs.flatten().index_select(0, slots)
 
 
-def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, older: bool) -> _launch.Tiling:
+def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, mma_sync: bool) -> _launch.Tiling:
     """Return tile sizes and launch options; taking pairs apart needs registers of its own.
 
-    With three stages of 128 x 128 two blocks fit a multiprocessor. On an ``older`` GPU float32 with
+    With three stages of 128 x 128 two blocks fit a multiprocessor. With ``mma_sync`` float32 with
     three stages spills under Triton 3.6 in one part, and under 3.9 in four.
     """
-    blocks, options = blocks_of(dtype, num_rows, older=older)
+    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if blocks["EPILOGUE_PARTS"] > 1 and gate != "none":
         blocks = blocks | {"EPILOGUE_PARTS": 4}  # of half the columns
     if gate == "pairs" and dtype != torch.float32:
         blocks = blocks | {"BLOCK_N": 128, "EPILOGUE_PARTS": 4}
-        if num_rows > 64 and not older:
+        if num_rows > 64 and not mma_sync:
             options = options | {"num_stages": 3}
-    elif gate == "pairs" and older:
+    elif gate == "pairs" and mma_sync:
         blocks, options = blocks | {"EPILOGUE_PARTS": 4}, options | {"num_stages": 2}
     return blocks, options
 

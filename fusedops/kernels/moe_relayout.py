@@ -26,7 +26,7 @@ def _gather_kernel(x_ptr, y_ptr, index_ptr, stride_x, num_cols, BLOCK: tl.conste
 
 def forward(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Launch the forward; arguments and result are those of ``fusedops::moe_relayout``."""
-    x = _moe_rows.rows_of(input)
+    x = _moe_rows.with_dense_rows(input)
     num_rows, num_cols = index.shape[0], x.shape[1]
     output = x.new_empty(num_rows, num_cols)
     if output.numel() == 0:

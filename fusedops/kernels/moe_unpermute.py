@@ -71,13 +71,13 @@ def backward(
     if probs is None:
         needed = output_mask[0]
         return _moe_rows.scatter(grad_output, positions, offsets) if needed else None, None
-    dy = _moe_rows.rows_of(grad_output)
+    dy = _moe_rows.with_dense_rows(grad_output)
     slots, num_cols = positions.numel(), dy.shape[1]
     dx = dy.new_empty(slots, num_cols) if output_mask[0] else None
     dprobs = probs.new_empty(probs.shape) if output_mask[1] else None
     if slots == 0 or (dx is None and dprobs is None):
         return dx, dprobs
-    x = dy if dprobs is None or input is None else _moe_rows.rows_of(input)
+    x = dy if dprobs is None or input is None else _moe_rows.with_dense_rows(input)
     targets = (dy if dx is None else dx, probs if dprobs is None else dprobs)
     tensors = (dy, x, probs.contiguous(), *targets, positions.contiguous(), offsets[-1:])
     sizes = (dy.stride(0), x.stride(0), num_cols, positions.shape[1])

@@ -1,4 +1,4 @@
-"""What the attention ops say alike: checks, scores with every option, softmax, both backward forms.
+"""Shared checks and formulas of the attention ops: scores with every option, softmax, backward.
 
 Everything here is dense eager torch in float32 (float64 for float64): the specification. Shapes:
 ``query [B, Hq, Sq, D]``, ``key [B, Hkv, Sk, D]``, ``value [B, Hkv, Sk, Dv]``; query head ``h``
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes, philox
+from fusedops._core.layouts import heads_inside
 from fusedops._core.sharding import REPLICATE, Placement
 from fusedops._core.tracing import is_traced, plain_size
 
@@ -189,7 +190,7 @@ def keeps_parts(dtype: torch.dtype, attn_mask: Any, keep_remainder: bool) -> boo
     return keep_remainder and attn_mask is not None and attn_mask.dtype != torch.bool
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+def records_graph_or_traces(*tensors: torch.Tensor | None) -> bool:
     """Return whether a graph is being recorded through one of ``tensors``.
 
     Always while ``torch.jit.trace`` runs: its graph serves with a gradient in view and without, and
@@ -289,14 +290,6 @@ def keep_factors(
     first = base + numbers[:batch, None] * batch_stride + numbers[:heads] * head_stride
     index = first[..., None, None] + row[:, None] + column
     return philox.dropout(ones, seed, dropout_p, index)
-
-
-def heads_inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` laid out in memory as ``[B, S, H, D]``, as torch's own SDPA does.
-
-    A model's next step is to join the heads of a token: then that costs nothing.
-    """
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def new_heads_inside(

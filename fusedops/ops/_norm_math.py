@@ -1,6 +1,6 @@
-"""What the norms say alike: checks of the parameters, formulae, placements.
+"""Shared checks, reference formulas and placements of the norms.
 
-Formulae are differentiable torch operations in the accumulation dtype: they specify the kernels and
+Formulas are differentiable torch operations in the accumulation dtype: they specify the kernels and
 are the double backward.
 """
 
@@ -121,7 +121,7 @@ def default_eps(input: torch.Tensor, eps: float | None) -> float:
 
 
 def scaled_dtype(dtype: torch.dtype, weight: torch.Tensor | None, rounding: str) -> torch.dtype:
-    """Return the dtype of an RMS norm of ``dtype``: ``"hf"`` multiplies in the promoted one."""
+    """Return the dtype of a norm of ``dtype``: ``"hf"`` multiplies in the promoted one."""
     promotes = rounding == "hf" and weight is not None
     return torch.promote_types(dtype, weight.dtype) if promotes and weight is not None else dtype
 
@@ -129,15 +129,17 @@ def scaled_dtype(dtype: torch.dtype, weight: torch.Tensor | None, rounding: str)
 def scale(
     values: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
     weight_offset: float,
     rounding: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return ``values * (weight + weight_offset)`` in the dtype of an RMS norm of ``dtype``."""
+    """Return ``values * (weight + weight_offset) + bias`` in the dtype of a norm of ``dtype``."""
     result = scaled_dtype(dtype, weight, rounding)
     if rounding == "hf":
         values = values.to(dtype).to(values.dtype)
-    return affine(values, offset(weight, weight_offset, values.dtype), None).to(result)
+    return affine(values, offset(weight, weight_offset, values.dtype), bias).to(result)
 
 
 def offset(

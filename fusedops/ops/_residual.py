@@ -1,15 +1,12 @@
-"""What the ops that add to a residual stream say alike: checks, dtypes, dropout, the backward."""
+"""Shared checks, dtypes and dropout of the ops that add to a residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fusedops._core import checks, dtypes, philox, sharding
-from fusedops._core.sharding import REPLICATE, Sharding
-from fusedops.ops._norm_math import row_placements
+from fusedops._core import checks, dtypes, philox
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -89,73 +86,3 @@ def add(
     wide = dtypes.statistics_dtype(residual.dtype)
     total = residual.to(wide) + philox.dropout(input.to(wide), seed, p)
     return total.to(residual.dtype).contiguous()
-
-
-def computed_gradients(
-    grad_normed: Any,
-    summed: Any,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[bool, ...]:
-    """Return which gradients the backward of sum and norm computes, of those asked for.
-
-    Of input, residual and the norm's parameters. Not what is the same: without dropout and cast,
-    ``input`` has the gradient of ``residual``; nor what is nothing: without ``grad_normed`` the
-    parameters have none.
-    """
-    same_dtype = input_dtype == sharding.meta(summed).dtype
-    same = output_mask[1] and philox.threshold(dropout_p) == 0 and same_dtype
-    has_normed = grad_normed is not None
-    parameters = (needed and has_normed for needed in output_mask[2:])
-    return (output_mask[0] and not same, output_mask[1], *parameters)
-
-
-def backward(
-    grads: Sequence[torch.Tensor | None],
-    summed: torch.Tensor,
-    seed: torch.Tensor | None,
-    numbers: Sequence[Any],
-    norm_gradients: Callable[[torch.Tensor, Sequence[bool]], list[torch.Tensor | None]],
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of input, residual and the norm's parameters.
-
-    Args:
-        grads: of ``normed`` and of ``summed``.
-        summed: an output, but not a constant: autograd knows how it depends on the inputs.
-        seed: of dropout.
-        numbers: ``dropout_p``, ``input_dtype`` and ``output_mask``.
-        norm_gradients: returns, from that of ``normed``, the gradients of the sum and of the
-            parameters that are asked for.
-    """
-    grad_normed, grad_summed = grads
-    dropout_p, input_dtype, output_mask = numbers
-    needs = computed_gradients(grad_normed, summed, dropout_p, input_dtype, output_mask)
-    total = torch.zeros_like(summed, dtype=dtypes.statistics_dtype(summed.dtype))
-    parameters: list[torch.Tensor | None] = [None] * len(needs[2:])
-    grad_input = grad_residual = None
-    if grad_normed is not None:
-        of_sum, *parameters = norm_gradients(grad_normed, (needs[0] or needs[1], *needs[2:]))
-        total = total if of_sum is None else of_sum
-    if grad_summed is not None:
-        total = total + grad_summed.to(total.dtype)
-    if needs[0]:
-        grad_input = philox.dropout(total, seed, dropout_p).to(input_dtype).contiguous()
-    if needs[1]:
-        grad_residual = total.to(summed.dtype).contiguous()
-    return grad_input, grad_residual, *parameters
-
-
-def shard_backward(
-    summed: Any, normalized_shape: Sequence[int], seed: Any, parameters: int
-) -> list[Sharding]:
-    """Return the rule of the backward of a norm that saves as many statistics as parameters.
-
-    With rows sharded, each rank has a part of the sums that are the parameter gradients.
-    """
-    rules: list[Sharding] = []
-    for dim in row_placements(summed, normalized_shape, seed):
-        partial = sharding.of_gradient(REPLICATE, sharded=dim != REPLICATE)
-        inputs = [dim, dim, dim, REPLICATE, *[dim] * parameters, REPLICATE]
-        rules.append(([dim, dim, *[partial] * parameters], inputs))
-    return rules

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from fusedops._core import dtypes
-from fusedops.ops.linear_act import empty_gradient, wants_gradient
+from fusedops.ops.linear_act import empty_gradient, records_graph
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -44,10 +44,10 @@ class GradientSum:
         return self._buffers.pop(torch._C._current_graph_task_id(), None)
 
 
-Into = torch.Tensor | GradientSum | None
+GradientTarget = torch.Tensor | GradientSum | None
 
 
-class Shared(NamedTuple):
+class SummedParameters(NamedTuple):
     """The parameters of a call whose gradients are summed with those of other calls."""
 
     parameters: list[Any]  # the same, cut off from the graph
@@ -90,10 +90,10 @@ def are_summed() -> bool:
     return not torch.compiler.is_compiling() and _OPEN.get() is not None
 
 
-def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared | None:
+def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> SummedParameters | None:
     """Return what a call inside ``summed`` reads; ``None`` if it reads its parameters directly."""
     known = _OPEN.get()
-    if known is None or computed_in not in _HALF or not wants_gradient(*parameters):
+    if known is None or computed_in not in _HALF or not records_graph(*parameters):
         return None
     if not all(parameter is None or _is_plain(parameter) for parameter in parameters):
         return None
@@ -112,11 +112,11 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
         into.append(known[key].into)
         anchors.append(known[key].anchor)
     leaves = [None if parameter is None else _cut_off(parameter) for parameter in parameters]
-    return Shared(leaves, into, anchors)
+    return SummedParameters(leaves, into, anchors)
 
 
 @dataclass(frozen=True)
-class Form:
+class AddGradientsOp:
     """An op, and the form of its backward that adds the gradients of parameters to buffers."""
 
     # Takes tensors, then others; returns the output, and what it keeps for the backward
@@ -130,7 +130,10 @@ class Form:
 
 
 def call(
-    form: Form, args: Sequence[Any], into: Sequence[Into], anchors: Sequence[torch.Tensor] = ()
+    form: AddGradientsOp,
+    args: Sequence[Any],
+    into: Sequence[GradientTarget],
+    anchors: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Call an op whose parameters' gradients are added where ``into`` says.
 
@@ -152,7 +155,7 @@ class _Added(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, form: Form, count: int, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, form: AddGradientsOp, count: int, *args: Any) -> torch.Tensor:
         last = count + len(form.parameters)
         output, kept = form.op(*args[:count])
         ctx.save_for_backward(*args[: form.tensors], kept)

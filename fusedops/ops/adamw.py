@@ -63,6 +63,17 @@ class TensorLists:
     draws: list[Draw] = field(default_factory=list)
     weight_decays: list[float] = field(default_factory=list)  # one number per parameter
 
+    @property
+    def tensors(self) -> tuple[list[torch.Tensor], ...]:
+        """All tensors, in the order of the operator's schema."""
+        moments = (self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs)
+        return (self.params, self.grads, *moments, self.copies, self.steps)
+
+    @property
+    def flat_draws(self) -> list[int]:
+        """Four numbers per parameter, or none."""
+        return [number for draw in self.draws for number in draw]
+
 
 def adamw(
     batch: TensorLists,
@@ -107,19 +118,12 @@ def adamw(
     """
     if not batch.params:
         return
-    draws = [number for draw in batch.draws for number in draw]
     _OP(
-        batch.params,
-        batch.grads,
-        batch.exp_avgs,
-        batch.exp_avg_sqs,
-        batch.max_exp_avg_sqs,
-        batch.copies,
-        batch.steps,
+        *batch.tensors,
         grad_factor,
         found_inf,
         lr if isinstance(lr, torch.Tensor) else None,
-        draws,
+        batch.flat_draws,
         batch.weight_decays,
         0.0 if isinstance(lr, torch.Tensor) else lr,
         *betas,
@@ -143,11 +147,7 @@ class RepeatedBatch:
     def __init__(self, batch: TensorLists) -> None:
         from fusedops.kernels import adamw as kernels
 
-        draws = [number for draw in batch.draws for number in draw]
-        lists = (batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs, batch.copies)
-        self._launches = kernels.launches(
-            batch.params, batch.grads, *lists, batch.steps, draws, batch.weight_decays
-        )
+        self._launches = kernels.launches(batch.tensors, batch.flat_draws, batch.weight_decays)
         self.device = batch.params[0].device
 
     @staticmethod

@@ -11,23 +11,15 @@ eager operations. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
-from fusedops.ops._norm_math import (
-    affine,
-    in_float32,
-    norm_gradients,
-    normalize,
-    row_placements,
-    rows,
-)
-from fusedops.ops._residual import computed_gradients
+from fusedops.ops._norm_math import in_float32
+from fusedops.ops._norm_op import NormOp
+
+_OP = NormOp("add_layer_norm", centred=True, residual=True).define()
 
 
 def add_layer_norm(
@@ -99,103 +91,3 @@ def add_layer_norm(
     seed, p = _residual.draw_seed("add_layer_norm", source, dropout_p, training, seed)
     arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
     return _OP(*arguments)[:2]
-
-
-def _check(*args: Any) -> None:
-    input, residual, normalized_shape, weight, bias, _, eps, dropout_p, input_dtype = args
-    if _residual.is_promoted(residual, input_dtype):
-        return  # checked before
-    _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, True)
-    _norm_math.check("add_layer_norm", "the sum", residual, normalized_shape, weight, bias, eps)
-
-
-def _reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    summed = _residual.add(input, residual, seed, dropout_p)
-    normalized = normalize(summed, normalized_shape, eps)
-    normed = affine(normalized.values, weight, bias).to(summed.dtype)
-    leading = rows(summed, normalized_shape)
-    return normed, summed, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
-
-
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    *grads, summed, weight, _, _, seed = args[:7]
-    normalized_shape, eps, *numbers = args[7:]
-
-    def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
-        normalized = normalize(summed, normalized_shape, eps)
-        parameter = summed.dtype if weight is None else weight.dtype
-        return norm_gradients(grad, normalized, weight, normalized_shape, parameter, requested)
-
-    return _residual.backward(grads, summed, seed, numbers, of_norm)
-
-
-def _backward_fake(
-    grad_normed: torch.Tensor | None,
-    summed: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    needed = computed_gradients(grad_normed, summed, dropout_p, input_dtype, output_mask)
-    parameter = summed.dtype if weight is None else weight.dtype
-    return (
-        summed.new_empty(summed.shape, dtype=input_dtype) if needed[0] else None,
-        summed.new_empty(summed.shape) if needed[1] else None,
-        summed.new_empty(normalized_shape, dtype=parameter) if needed[2] else None,
-        summed.new_empty(normalized_shape, dtype=parameter) if needed[3] else None,
-    )
-
-
-def _shard(input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
-    dims = row_placements(input, normalized_shape, seed)
-    return [([dim] * 4, [dim, dim, REPLICATE, REPLICATE, REPLICATE]) for dim in dims]
-
-
-def _shard_backward(summed: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
-    return _residual.shard_backward(summed, normalized_shape, seed, 2)
-
-
-_OP = define_op(
-    "add_layer_norm",
-    "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
-    " Tensor? seed, float eps, float dropout_p, ScalarType input_dtype)"
-    " -> (Tensor normed, Tensor summed, Tensor mean, Tensor rstd)",
-    contract={
-        "input": "input_dtype [*rows, *normalized_shape]",
-        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
-        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
-        "normed": "T [*rows, *normalized_shape]",
-        "weight, bias": "param(T) [*normalized_shape]",
-        "mean, rstd": "stat(T) [*rows]",
-        "seed": "int64 [numbers]",
-        "numbers": "numbers == 2 or numbers > 5",
-        "normalized_shape": "len(normalized_shape) >= 1",
-        "dropout_p": "0 <= dropout_p <= 1",
-    },
-    check=_check,
-    reference=_reference,
-    gradient=Gradient(
-        inputs=("input", "residual", "weight", "bias"),
-        outputs=("normed", "summed"),
-        saves=("summed", "weight", "mean", "rstd", "seed"),
-        reference=_backward_reference,
-        fake=_backward_fake,
-        computed=computed_gradients,
-        same={"input": "residual"},
-    ),
-    triton="fusedops.kernels.add_layer_norm",
-    shard=_shard,
-    shard_backward=_shard_backward,
-)

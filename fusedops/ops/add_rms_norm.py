@@ -11,26 +11,15 @@ eager operations. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusedops._core import dtypes
-from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
-from fusedops.ops._norm_math import (
-    default_eps,
-    in_float32,
-    norm_gradients,
-    normalize_rms,
-    offset,
-    row_placements,
-    rows,
-    scale,
-    scaled_dtype,
-)
+from fusedops.ops._norm_math import default_eps, in_float32
+from fusedops.ops._norm_op import NormOp
+
+_OP = NormOp("add_rms_norm", centred=False, residual=True).define()
 
 
 def add_rms_norm(
@@ -113,104 +102,3 @@ def add_rms_norm(
     eps = default_eps(stream, eps)
     arguments = (source, stream, normalized_shape, weight, seed, eps, weight_offset, rounding, p)
     return _OP(*arguments, source.dtype)[:2]
-
-
-def _check(*args: Any) -> None:
-    input, residual = args[:2]
-    normalized_shape, weight, _, eps, weight_offset, rounding, dropout_p, input_dtype = args[2:]
-    if _residual.is_promoted(residual, input_dtype):
-        return  # checked before
-    _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, True)
-    _norm_math.check("add_rms_norm", "the sum", residual, normalized_shape, weight, None, eps)
-    _norm_math.check_rms("add_rms_norm", weight_offset, rounding)
-
-
-def _reference(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    summed = _residual.add(input, residual, seed, dropout_p)
-    normalized = normalize_rms(summed, normalized_shape, eps)
-    normed = scale(normalized.values, weight, weight_offset, rounding, summed.dtype)
-    return normed, summed, normalized.rstd.reshape(rows(summed, normalized_shape))
-
-
-def _fake(
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    leading = rows(residual, normalized_shape)
-    statistics = dtypes.statistics_dtype(residual.dtype)
-    normed = scaled_dtype(residual.dtype, weight, rounding)
-    return (
-        residual.new_empty(residual.shape, dtype=normed),
-        residual.new_empty(residual.shape),
-        residual.new_empty(leading, dtype=statistics),
-    )
-
-
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    *grads, summed, weight, _, seed = args[:6]
-    normalized_shape, eps, weight_offset, _, *numbers = args[6:]
-
-    def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
-        normalized = normalize_rms(summed, normalized_shape, eps)
-        factor = offset(weight, weight_offset, normalized.values.dtype)
-        parameter = summed.dtype if weight is None else weight.dtype
-        return norm_gradients(grad, normalized, factor, normalized_shape, parameter, requested)
-
-    return _residual.backward(grads, summed, seed, numbers, of_norm)
-
-
-def _shard(input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
-    dims = row_placements(input, normalized_shape, seed)
-    return [([dim] * 3, [dim, dim, REPLICATE, REPLICATE]) for dim in dims]
-
-
-def _shard_backward(summed: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
-    return _residual.shard_backward(summed, normalized_shape, seed, 1)
-
-
-_OP = define_op(
-    "add_rms_norm",
-    "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? seed,"
-    " float eps, float weight_offset, str rounding, float dropout_p, ScalarType input_dtype)"
-    " -> (Tensor normed, Tensor summed, Tensor rstd)",
-    contract={
-        "input": "input_dtype [*rows, *normalized_shape]",
-        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
-        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
-        "normed": "param(T) [*rows, *normalized_shape]",
-        "weight": "param(T) [*normalized_shape]",
-        "rstd": "stat(T) [*rows]",
-        "seed": "int64 [numbers]",
-        "numbers": "numbers == 2 or numbers > 5",
-        "normalized_shape": "len(normalized_shape) >= 1",
-        "rounding": _norm_math.ROUNDINGS,
-        "dropout_p": "0 <= dropout_p <= 1",
-    },
-    check=_check,
-    reference=_reference,
-    fake=_fake,
-    gradient=Gradient(
-        inputs=("input", "residual", "weight"),
-        outputs=("normed", "summed"),
-        saves=("summed", "weight", "rstd", "seed"),
-        reference=_backward_reference,
-        computed=_residual.computed_gradients,
-        same={"input": "residual"},
-    ),
-    triton="fusedops.kernels.add_rms_norm",
-    shard=_shard,
-    shard_backward=_shard_backward,
-)

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedops._core import checks, dtypes, philox
+from fusedops._core.layouts import heads_inside
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
-from fusedops.ops import _attention_math as math
+from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
 
@@ -130,12 +131,12 @@ def attention(
         shape = (*leading, heads, q.shape[2], k.shape[2])
         mask = _mask(attn_mask, query, shape, batch)
     checks.probability("attention", "dropout_p", dropout_p)
-    left, right, cap, factor = math.check_options(
+    left, right, cap, factor = formulas.check_options(
         "attention", query, heads, batch, window, softcap, alibi_slopes, sinks, scale
     )
     if is_causal:
         right = 0
-    q, k, v = math.autocast(q, k, v)
+    q, k, v = formulas.autocast(q, k, v)
     if seed is not None:
         philox.check_seed("attention", seed, q.device, scores=(3, 3 + q.shape[2] + k.shape[2]))
     if dropout_p == 0.0:
@@ -144,11 +145,11 @@ def attention(
         seed = philox.new_seed(q.device)
     wide = dtypes.statistics_dtype(q.dtype)
     slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
-    bonds = sinks.to(wide) if sinks is not None else None
-    keep = math.wants_gradient(q, k, v, mask, bonds)
+    sink_logits = sinks.to(wide) if sinks is not None else None
+    keep = formulas.records_graph_or_traces(q, k, v, mask, sink_logits)
     numbers = (float(dropout_p), factor, left, right, cap, keep)
     try:
-        output, lse, *_ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
+        output, lse, *_ = _OP(q, k, v, mask, slopes, sink_logits, seed, *numbers)
     except NotImplementedError:  # of the dispatcher: not dense, for which _fits does not look
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             checks.tensor("attention", name, tensor)
@@ -234,13 +235,13 @@ def _check(
         query, key, value = (
             tensor.expand(*shared, *tensor.shape[-3:]) for tensor in (query, key, value)
         )
-    math.check_tokens(op, "value", value, "key", key)
+    formulas.check_tokens(op, "value", value, "key", key)
     heads, key_heads = query.shape[-3], key.shape[-3]
     if heads != key_heads:
         if not enable_gqa:
             expected = f"of query's number of heads, {heads}, unless enable_gqa=True"
             checks.fail(op, "key", expected, key_heads)
-        math.check_heads(op, ("query", "key"), heads, key_heads)
+        formulas.check_heads(op, ("query", "key"), heads, key_heads)
     return query, key, value
 
 
@@ -308,9 +309,9 @@ class _Arguments(NamedTuple):
     keep_remainder: bool
 
     def dense(self) -> tuple[Any, ...]:
-        """Return the arguments of ``math.forward``."""
+        """Return the arguments of ``formulas.forward``."""
         shape = (*self.query.shape[:3], self.key.shape[2])
-        keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        keep = formulas.keep_factors(shape, self.seed, self.dropout_p, self.query)
         pattern = AttentionOptions(self.scale, self.window_left, self.window_right, self.softcap)
         return (*self[:6], keep, pattern)
 
@@ -323,13 +324,13 @@ def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequ
 
 def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
     call = _Arguments(*args)
-    wide, lse, parts = math.forward(*call.dense())
-    output, remainder = math.rounded(wide, call.query.dtype, call.keep_remainder)
+    wide, lse, parts = formulas.forward(*call.dense())
+    output, remainder = formulas.rounded(wide, call.query.dtype, call.keep_remainder)
     if remainder.dim() == 4:
-        remainder = math.heads_inside(remainder)
-    if not math.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder):
+        remainder = heads_inside(remainder)
+    if not formulas.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder):
         parts = lse.new_empty(0)
-    return math.heads_inside(output), lse, remainder, parts
+    return heads_inside(output), lse, remainder, parts
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -337,13 +338,13 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     query = call.query
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, call.value.shape[3])
-    kept = math.keeps(query.dtype, call.keep_remainder)
+    kept = formulas.keeps(query.dtype, call.keep_remainder)
     lse = query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype))
-    parts = math.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder)
+    parts = formulas.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder)
     return (
-        math.new_heads_inside(query, *shape),
+        formulas.new_heads_inside(query, *shape),
         lse,
-        math.new_heads_inside(query, *shape) if kept else query.new_empty(0),
+        formulas.new_heads_inside(query, *shape) if kept else query.new_empty(0),
         lse.new_empty((*lse.shape, 2) if parts else (0,)),
     )
 
@@ -352,7 +353,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
     call, grads, output_mask = _of_backward(args)
     given: tuple[Any, ...] = (*grads, *call.dense(), output_mask)
-    return math.backward(*given)
+    return formulas.backward(*given)
 
 
 def _shard(
@@ -376,8 +377,8 @@ def _shard(
         placeless = window_left < 0 and window_right < 0 and alibi_slopes is None
         words += [0, *([1] if heads_divide else []), *([2] if placeless else [])]
     dtype = meta(query).dtype
-    has_remainder = math.keeps(dtype, keep_remainder)
-    has_parts = math.keeps_parts(dtype, meta(attn_mask), keep_remainder)
+    has_remainder = formulas.keeps(dtype, keep_remainder)
+    has_parts = formulas.keeps_parts(dtype, meta(attn_mask), keep_remainder)
     rules: list[Sharding] = []
     for word in words:
         keys = REPLICATE if word == 2 else word
@@ -386,7 +387,7 @@ def _shard(
             mask = word
         remainder = word if has_remainder else REPLICATE
         parts = word if has_parts else REPLICATE
-        options = math.option_placements(word, alibi_slopes)
+        options = formulas.option_placements(word, alibi_slopes)
         inputs = [word, keys, keys, mask, *options, REPLICATE]
         rules.append(([word, word, remainder, parts], inputs))
     return rules
@@ -421,7 +422,7 @@ _OP = define_op(
         outputs=("output", "lse"),
         saves=(*_Arguments._fields[:7], "output", "lse", "remainder", "lse_parts"),
         reference=_backward_reference,
-        layouts=dict.fromkeys(("query", "key", "value"), math.empty_heads_inside),
+        layouts=dict.fromkeys(("query", "key", "value"), formulas.empty_heads_inside),
     ),
     triton="fusedops.kernels.attention",
     shard=_shard,

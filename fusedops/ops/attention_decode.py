@@ -15,7 +15,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding
-from fusedops.ops import _attention_math as math
+from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
 
@@ -86,12 +86,12 @@ def attention_decode(
         query = query.unsqueeze(2)
     _check(query, key_cache, value_cache, cache_seqlens)
     batch, heads = query.size(0), query.size(1)
-    left, right, cap, factor = math.check_options(
+    left, right, cap, factor = formulas.check_options(
         op, query, heads, batch, window, softcap, alibi_slopes, sinks, scale
     )
     if right > 0:
         checks.fail(op, "window", "(left, 0) or (left, -1): there are no later keys", window)
-    query, key_cache, value_cache = math.autocast(query, key_cache, value_cache)
+    query, key_cache, value_cache = formulas.autocast(query, key_cache, value_cache)
     wide = dtypes.statistics_dtype(query.dtype)
     output, lse = _OP(
         query,
@@ -131,8 +131,8 @@ def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> 
         checks.fail(op, "key_cache", f"of head size {query.shape[3]}, query's", key_cache.shape[3])
     if key_cache.shape[0] != query.shape[0]:
         checks.fail(op, "key_cache", f"of batch {query.shape[0]}, query's", key_cache.shape[0])
-    math.check_tokens(op, "value_cache", value_cache, "key_cache", key_cache)
-    math.check_heads(op, ("query", "key_cache"), query.shape[1], key_cache.shape[1])
+    formulas.check_tokens(op, "value_cache", value_cache, "key_cache", key_cache)
+    formulas.check_heads(op, ("query", "key_cache"), query.shape[1], key_cache.shape[1])
     name = "cache_seqlens"
     checks.index_tensor(op, name, cache_seqlens, dtypes=(torch.int32, torch.int64))
     if cache_seqlens.device != query.device:
@@ -191,7 +191,7 @@ def _reference(
         pattern = AttentionOptions(scale, window_left, 0, softcap, length - query.shape[2])
         here = slice(n, n + 1)
         k, v = key_cache[here, :, :length], value_cache[here, :, :length]
-        wide, lse[here], _ = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)
+        wide, lse[here], _ = formulas.forward(query[here], k, v, None, slopes, sinks, None, pattern)
         output[here] = wide.to(query.dtype)
     return output, lse
 
@@ -199,7 +199,7 @@ def _reference(
 def _fake(query: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = query.shape
     return (
-        math.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
+        formulas.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
         query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
     )
 
@@ -212,7 +212,7 @@ def _shard(query: Any, key_cache: Any, alibi_slopes: Any) -> list[Sharding]:
     words: list[Placement] = [REPLICATE, 0, *([1] if heads_divide else [])]
     for word in words:
         lengths = 0 if word == 0 else REPLICATE
-        options = math.option_placements(word, alibi_slopes)
+        options = formulas.option_placements(word, alibi_slopes)
         rules.append(([word, word], [word, word, word, lengths, *options]))
     return rules
 

@@ -15,7 +15,7 @@ import torch
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
-from fusedops.ops import _attention_math as math
+from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
 
@@ -99,16 +99,16 @@ def attention_varlen(
     checks.flag(op, "is_causal", is_causal)
     checks.flag(op, "return_lse", return_lse)
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k)
-    math.check_sequences(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
-    math.check_sequences(op, "cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
+    formulas.check_sequences(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    formulas.check_sequences(op, "cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
     checks.probability(op, "dropout_p", dropout_p)
     heads, sequences = query.shape[1], cu_seqlens_q.shape[0] - 1
-    left, right, cap, factor = math.check_options(
+    left, right, cap, factor = formulas.check_options(
         op, query, heads, sequences, window, softcap, alibi_slopes, sinks, scale
     )
     if is_causal:
         right = 0
-    query, key, value = math.autocast(query, key, value)
+    query, key, value = formulas.autocast(query, key, value)
     if seed is not None:
         tokens = query.shape[0] + key.shape[0]
         philox.check_seed(op, seed, query.device, scores=(3 + tokens,))
@@ -133,7 +133,7 @@ def attention_varlen(
         left,
         right,
         cap,
-        math.wants_gradient(query, key, value, sinks),
+        formulas.records_graph_or_traces(query, key, value, sinks),
     )
     return (output, lse) if return_lse else output
 
@@ -149,8 +149,8 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
             checks.fail(op, name, "of 3 dims, [tokens, heads, head size]", list(tensor.shape))
     if key.shape[2] != query.shape[2]:
         checks.fail(op, "key", f"of head size {query.shape[2]}, query's", key.shape[2])
-    math.check_tokens(op, "value", value, "key", key)
-    math.check_heads(op, ("query", "key"), query.shape[1], key.shape[1])
+    formulas.check_tokens(op, "value", value, "key", key)
+    formulas.check_heads(op, ("query", "key"), query.shape[1], key.shape[1])
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.tensor(op, name, tensor, floating=False)
         if tensor.device != query.device:
@@ -181,11 +181,13 @@ class _Arguments(NamedTuple):
     keep_remainder: bool
 
     def sequences(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
-        """Yield per sequence: its queries, and the arguments of ``math.forward``."""
+        """Yield per sequence: its queries, and the arguments of ``formulas.forward``."""
         tokens, heads, _ = self.query.shape
         shape = (heads, tokens, self.max_seqlen_k)
         placed = self.seed is not None and self.seed.numel() > 2
-        keep = None if placed else math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        keep = (
+            None if placed else formulas.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        )
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for n in range(len(starts_q) - 1):
             rows = slice(starts_q[n], starts_q[n + 1])
@@ -208,7 +210,7 @@ class _Arguments(NamedTuple):
         tokens, heads, _ = self.query.shape
         places = self.seed[5 : 5 + tokens][rows], self.seed[5 + tokens :][columns]
         shape = (1, heads, *map(len, places))
-        return math.keep_factors(shape, self.seed, self.dropout_p, self.query, places)
+        return formulas.keep_factors(shape, self.seed, self.dropout_p, self.query, places)
 
 
 def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
@@ -224,10 +226,10 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     outputs = [query.new_empty(0, heads, call.value.shape[2], dtype=wide)]
     lses = [query.new_empty(heads, 0, dtype=wide)]
     for _, arguments in call.sequences():
-        output, lse, _ = math.forward(*arguments)
+        output, lse, _ = formulas.forward(*arguments)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
-    output, remainder = math.rounded(torch.cat(outputs), query.dtype, call.keep_remainder)
+    output, remainder = formulas.rounded(torch.cat(outputs), query.dtype, call.keep_remainder)
     return output, torch.cat(lses, dim=1), remainder
 
 
@@ -236,7 +238,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query = call.query
     tokens, heads, _ = query.shape
     shape = (tokens, heads, call.value.shape[2])
-    kept = math.keeps(query.dtype, call.keep_remainder)
+    kept = formulas.keeps(query.dtype, call.keep_remainder)
     return (
         query.new_empty(shape),
         query.new_empty(heads, tokens, dtype=dtypes.statistics_dtype(query.dtype)),
@@ -257,7 +259,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
             grad_lse[None, :, rows] if grad_lse is not None else None,
         )
         given: tuple[Any, ...] = (*grads, *arguments, mask)
-        gradients = math.backward(*given)
+        gradients = formulas.backward(*given)
         for part, grad in zip(parts, gradients, strict=False):
             if grad is not None:
                 part.append(grad[0].transpose(0, 1))
@@ -275,12 +277,12 @@ def _shard(
     ranks = query.mesh.size()
     replicated = seed is not None or query.shape[1] % ranks or key.shape[1] % ranks
     words: list[Placement] = [REPLICATE] if replicated else [REPLICATE, 1]
-    has_remainder = math.keeps(meta(query).dtype, keep_remainder)
+    has_remainder = formulas.keeps(meta(query).dtype, keep_remainder)
     rules: list[Sharding] = []
     for word in words:
         lse = 0 if word == 1 else REPLICATE
         remainder = word if has_remainder else REPLICATE
-        options = math.option_placements(word, alibi_slopes)
+        options = formulas.option_placements(word, alibi_slopes)
         inputs = [word, word, word, REPLICATE, REPLICATE, *options, REPLICATE]
         rules.append(([word, lse, remainder], inputs))
     return rules

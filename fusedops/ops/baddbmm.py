@@ -243,7 +243,7 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
         computed=_computed,
-        same={"input": "grad_output"},
+        aliases={"input": "grad_output"},
     ),
     autocast="lower",
     triton="fusedops.kernels.baddbmm",

@@ -157,7 +157,7 @@ _OP = define_op(
         saves=("bias", "seed"),
         reference=_backward_reference,
         computed=_computed,
-        same={"input": "grad_output", "residual": "grad_output"},
+        aliases={"input": "grad_output", "residual": "grad_output"},
     ),
     triton="fusedops.kernels.bias_dropout_add",
     shard=_shard,

@@ -17,7 +17,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
-from fusedops.ops import _cross_entropy_math as math_of
+from fusedops.ops import _cross_entropy_math as formulas
 
 
 def cross_entropy(
@@ -90,18 +90,18 @@ def cross_entropy(
     if type(ignore_index) is not int:
         checks.integer("cross_entropy", "ignore_index", ignore_index)
     if type(reduction) is not str:
-        checks.choice("cross_entropy", "reduction", reduction, math_of.REDUCTIONS)
-    numbers = ignore_index, label_smoothing, z_loss, math_of.softcap_of("cross_entropy", softcap)
+        checks.choice("cross_entropy", "reduction", reduction, formulas.REDUCTIONS)
+    numbers = ignore_index, label_smoothing, z_loss, formulas.softcap_of("cross_entropy", softcap)
     checks.tensor("cross_entropy", "logits", logits)
     if dtype is not None and type(dtype) is not torch.dtype:
-        math_of.check_dtype("cross_entropy", dtype, logits)
+        formulas.check_dtype("cross_entropy", dtype, logits)
     if dtype is None:
-        dtype = math_of.result_dtype(logits)
+        dtype = formulas.result_dtype(logits)
     if reduction == "mean" and type(logits) is not torch.Tensor:
         # Rows of a DTensor may be sharded: then sum and count are parts of those of all ranks.
         statistics = dtypes.statistics_dtype(logits.dtype)
         loss, count, _ = _OP(logits, target, *numbers, "sum", statistics)
-        return math_of.reduce_loss(loss, count, dtype, reduction)
+        return formulas.reduce_loss(loss, count, dtype, reduction)
     return _OP(logits, target, *numbers, reduction, dtype)[0]
 
 
@@ -109,23 +109,23 @@ def _check(logits: Any, target: Any, *options: Any) -> None:
     op = "cross_entropy"
     ignore_index, label_smoothing, z_loss, softcap, reduction, dtype = options
     checks.tensor(op, "logits", logits)
-    math_of.check_dtype(op, dtype, logits)
+    formulas.check_dtype(op, dtype, logits)
     if logits.dim() == 0:
         checks.fail(op, "logits", "a tensor with at least one dimension", "a scalar")
-    math_of.check_target(op, target, "logits", logits)
-    math_of.check_classes(op, "logits", logits.shape[-1])
-    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap or None, reduction)
+    formulas.check_target(op, target, "logits", logits)
+    formulas.check_classes(op, "logits", logits.shape[-1])
+    formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap or None, reduction)
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     logits, target = call.logits, call.target
     if checks.readable(target):
-        math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
-    y = math_of.capped(logits, call.softcap)
-    loss, statistics, count = math_of.row_losses(y, target, call.options)
+        formulas.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
+    y = formulas.capped(logits, call.softcap)
+    loss, statistics, count = formulas.row_losses(y, target, call.options)
     loss = loss if call.reduction == "none" else loss.sum()
-    return math_of.reduce_loss(loss, count, call.dtype, call.reduction), count, statistics
+    return formulas.reduce_loss(loss, count, call.dtype, call.reduction), count, statistics
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +146,7 @@ def _backward_reference(*args: Any) -> torch.Tensor | None:
         return None
     if call.reduction == "mean":
         grad_loss = grad_loss.to(count.dtype) / count
-    grad = math_of.logits_gradient(grad_loss, call.logits, call.target, call.options)
+    grad = formulas.logits_gradient(grad_loss, call.logits, call.target, call.options)
     return grad.to(call.logits.dtype).contiguous()
 
 
@@ -189,7 +189,7 @@ _OP = define_op(
         "label_smoothing": "0 <= label_smoothing <= 1",
         "z_loss": "0 <= z_loss < inf",
         "softcap": "0 <= softcap < inf",
-        "reduction": math_of.REDUCTIONS,
+        "reduction": formulas.REDUCTIONS,
     },
     reference=_reference,
     fake=_fake,

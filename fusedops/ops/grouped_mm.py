@@ -22,14 +22,14 @@ from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
 from fusedops.ops import _weight_gradients
-from fusedops.ops._weight_gradients import Form, Into
+from fusedops.ops._weight_gradients import AddGradientsOp, GradientTarget
 from fusedops.ops.linear_act import (
     activate,
     activation_gradient,
     check_parameter,
     empty_gradient,
     is_transposed,
-    wants_gradient,
+    records_graph,
 )
 
 
@@ -91,8 +91,8 @@ def grouped_mm(
     op = "grouped_mm"
     _check(op, input, weight, offsets, bias)
     checks.choice(op, "activation", activation, ACTIVATIONS)
-    keep = wants_gradient(input, weight, bias)
-    into: Sequence[Into] = [grad_weight_into, None]
+    keep = records_graph(input, weight, bias)
+    into: Sequence[GradientTarget] = [grad_weight_into, None]
     anchors: Sequence[torch.Tensor] = ()
     if grad_weight_into is not None:
         check_into(op, "grad_weight_into", grad_weight_into, "weight", weight)
@@ -104,7 +104,7 @@ def grouped_mm(
         return _OP(input, weight, offsets, bias, activation, keep)[0]
     input, weight, bias = lowered(input, weight, bias)
     args = input, weight, offsets, bias, activation, keep
-    return _weight_gradients.call(_FORM, args, into, anchors)
+    return _weight_gradients.call(_ADDING_OP, args, into, anchors)
 
 
 def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
@@ -345,4 +345,4 @@ _ADD_GRADIENTS = define_op(
     triton="fusedops.kernels.grouped_mm_add_gradients",
     part_of="grouped_mm",
 )
-_FORM = Form(_OP, _ADD_GRADIENTS, tensors=4, inputs=(0,), parameters=(1, 3))
+_ADDING_OP = AddGradientsOp(_OP, _ADD_GRADIENTS, tensors=4, inputs=(0,), parameters=(1, 3))

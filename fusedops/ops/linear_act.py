@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
+from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import is_traced
@@ -66,7 +67,7 @@ def linear_act(
     op = "linear_act"
     check_linear(op, input, weight, bias)
     checks.choice(op, "activation", activation, ACTIVATIONS)
-    keep = wants_gradient(input, weight, bias)
+    keep = records_graph(input, weight, bias)
     return _OP(input, weight, bias, activation, keep)[0]
 
 
@@ -111,7 +112,7 @@ def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None
     checks.like(op, name, value, "input", input, dtype=same)
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+def records_graph(*tensors: torch.Tensor | None) -> bool:
     """Return whether a graph is being recorded through one of ``tensors``.
 
     Not while ``torch.jit.trace`` runs, whose graph is used both with gradients and, in its own
@@ -140,11 +141,6 @@ def activation_gradient(
     return gradient(grad.to(wide), preactivation.to(wide), activation).to(grad.dtype)
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a matrix ``[rows, features]``."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
-
-
 def is_transposed(matrices: torch.Tensor) -> bool:
     """Return whether matrices are transposed views of dense ones: so is the gradient then."""
     return not matrices.is_contiguous() and matrices.mT.is_contiguous()
@@ -152,7 +148,7 @@ def is_transposed(matrices: torch.Tensor) -> bool:
 
 def weight_gradient(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``grad^T input`` over all rows, laid out as ``weight`` is."""
-    grad, input = rows_of(grad), rows_of(input)
+    grad, input = as_matrix(grad), as_matrix(input)
     if is_transposed(weight):
         return (input.t() @ grad).contiguous().t()
     return (grad.t() @ input).contiguous()
@@ -168,7 +164,7 @@ def empty_gradient(matrices: torch.Tensor, dtype: torch.dtype | None = None) -> 
 def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``grad`` over its rows, accumulated wide and rounded once."""
     wide = dtypes.statistics_dtype(grad.dtype)
-    return rows_of(grad).sum(0, dtype=wide).to(grad.dtype)
+    return as_matrix(grad).sum(0, dtype=wide).to(grad.dtype)
 
 
 def preactivation_of(

@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
+from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
-from fusedops.ops import _cross_entropy_math as math_of
-from fusedops.ops.linear_act import check_layer, rows_of, wants_gradient
+from fusedops.ops import _cross_entropy_math as formulas
+from fusedops.ops.linear_act import check_layer, records_graph
 
 # Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
 # that a row's gradient does not depend on the batch.
@@ -115,7 +116,7 @@ def linear_cross_entropy(
     op = "linear_cross_entropy"
     _check(op, hidden, weight, target, bias)
     check_chunks(op, chunk_size, recompute)
-    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     loss, count, *_ = _OP(
         hidden,
         weight,
@@ -130,7 +131,7 @@ def linear_cross_entropy(
         keeps_logits(recompute, hidden, weight, bias),
         0,
     )
-    return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
+    return formulas.reduce_loss(loss, count, formulas.result_dtype(hidden), reduction)
 
 
 def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
@@ -140,8 +141,8 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     features = hidden.shape[-1]
     shape = f"[num_classes, {features}] (hidden has {features} features)"
     check_layer(op, hidden, weight, bias, ("weight", "bias"), features, shape)
-    math_of.check_target(op, target, "hidden", hidden)
-    math_of.check_classes(op, "weight", weight.shape[0])
+    formulas.check_target(op, target, "hidden", hidden)
+    formulas.check_classes(op, "weight", weight.shape[0])
 
 
 def check_chunks(op: str, chunk_size: Any, recompute: Any) -> None:
@@ -156,7 +157,7 @@ def keeps_logits(
     recompute: bool | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> bool:
     """Return whether the forward keeps the logits for the backward."""
-    if not wants_gradient(hidden, weight, bias):
+    if not records_graph(hidden, weight, bias):
         return False
     if recompute is not None:
         return not recompute
@@ -179,10 +180,12 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     target, classes = call.target, call.weight.shape[0]
     if checks.readable(target):
         least = -1 if call.all_classes > 0 else 0
-        math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index, least=least)
+        formulas.check_range(
+            "linear_cross_entropy", target, classes, call.ignore_index, least=least
+        )
     _, _, logits = _logits(call)
-    y = math_of.capped(logits, call.softcap)
-    loss, statistics, count = math_of.row_losses(y, target, call.options, call.all_classes)
+    y = formulas.capped(logits, call.softcap)
+    loss, statistics, count = formulas.row_losses(y, target, call.options, call.all_classes)
     kept = logits if call.keep_logits else logits.new_empty((*target.shape, 0))
     return (loss if call.reduction == "none" else loss.sum()), count, statistics, kept
 
@@ -207,7 +210,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     h, w, logits = _logits(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
-    grad = math_of.logits_gradient(
+    grad = formulas.logits_gradient(
         grad_loss,
         logits,
         call.target,
@@ -215,12 +218,12 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
         call.all_classes,
         statistics if call.all_classes > 0 else None,
     )
-    rows, dtype = rows_of(grad), call.weight.dtype
+    rows, dtype = as_matrix(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
         grad_hidden = (grad @ w).masked_fill(ignored, 0.0).to(call.hidden.dtype).contiguous()
     if output_mask[1]:
-        grad_weight = (rows.t() @ rows_of(h)).to(dtype).contiguous()
+        grad_weight = (rows.t() @ as_matrix(h)).to(dtype).contiguous()
     if output_mask[2]:
         grad_bias = rows.sum(0).to(dtype)
     return grad_hidden, grad_weight, grad_bias

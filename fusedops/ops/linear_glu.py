@@ -23,7 +23,7 @@ from fusedops.ops.linear_act import (
     check_parameter,
     empty_gradient,
     preactivation_of,
-    wants_gradient,
+    records_graph,
     weight_gradient,
 )
 
@@ -77,7 +77,7 @@ def linear_glu(
     check_parameter(op, "up_weight", up_weight, input)
     checks.shape(op, "up_weight", up_weight, gate_weight.shape, "that of gate_weight")
     checks.choice(op, "activation", activation, ACTIVATIONS)
-    keep = wants_gradient(input, gate_weight, up_weight)
+    keep = records_graph(input, gate_weight, up_weight)
     return _OP(input, gate_weight, up_weight, activation, keep)[0]
 
 

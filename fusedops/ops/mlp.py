@@ -26,7 +26,7 @@ from fusedops.ops.linear_act import (
     check_linear,
     empty_gradient,
     preactivation_of,
-    wants_gradient,
+    records_graph,
     weight_gradient,
 )
 
@@ -85,7 +85,7 @@ def mlp(
     check_layer(op, input, w2, b2, ("w2", "b2"), hidden, shape)
     checks.choice(op, "activation", activation, ACTIVATIONS)
     checks.flag(op, "recompute", recompute)
-    keep = not recompute and wants_gradient(input, w1, b1, w2, b2)
+    keep = not recompute and records_graph(input, w1, b1, w2, b2)
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 
 

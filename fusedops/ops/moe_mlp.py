@@ -23,7 +23,7 @@ from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
-from fusedops.ops._weight_gradients import Form, Into
+from fusedops.ops._weight_gradients import AddGradientsOp, GradientTarget
 from fusedops.ops.grouped_mm import (
     add_grouped_sum,
     add_weight_gradient,
@@ -35,7 +35,7 @@ from fusedops.ops.grouped_mm import (
     grouped_weight_gradient,
     lowered,
 )
-from fusedops.ops.linear_act import check_parameter, empty_gradient, wants_gradient
+from fusedops.ops.linear_act import check_parameter, empty_gradient, records_graph
 
 
 def moe_mlp(
@@ -119,10 +119,10 @@ def moe_mlp(
     checks.choice(op, "activation", activation, GATES if gated else ACTIVATIONS)
     _check(op, input, plan, w1, w2, b1, b2, gated)
     probs = plan.probs.to(dtypes.statistics_dtype(input.dtype))
-    keep = not recompute and wants_gradient(input, probs, w1, w2, b1, b2)
+    keep = not recompute and records_graph(input, probs, w1, w2, b1, b2)
     order = plan.permutation, plan.positions, plan.offsets
     form = activation, gated, interleaved, keep
-    into: Sequence[Into] = ()
+    into: Sequence[GradientTarget] = ()
     anchors: Sequence[torch.Tensor] = ()
     if grad_weights_into is not None:
         into = *_check_pair(op, grad_weights_into, w1, w2), None, None
@@ -132,7 +132,7 @@ def moe_mlp(
         (w1, w2, b1, b2), into, anchors = shared
     input, w1, w2, b1, b2 = lowered(input, w1, w2, b1, b2)
     args = input, probs, *order, w1, w2, b1, b2, *form
-    return _weight_gradients.call(_FORM, args, into, anchors) if into else _OP(*args)[0]
+    return _weight_gradients.call(_ADDING_OP, args, into, anchors) if into else _OP(*args)[0]
 
 
 def _check_pair(
@@ -165,7 +165,7 @@ def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, g
             checks.shape(op, name, bias, (experts, weight.shape[2]), f"the columns of w{name[1]}")
 
 
-class _Rows:
+class _RoutedRows:
     """The rows of a plan, as the reference uses them: their tokens, groups and probabilities."""
 
     def __init__(self, call: MoeMLP) -> None:
@@ -201,7 +201,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     slots = call.probs.numel()
     for name in ("permutation", "positions"):
         checks.indices("moe_mlp", f"plan.{name}", getattr(call, name), slots, f"in [0, {slots})")
-    rows, dtype = _Rows(call), call.input.dtype
+    rows, dtype = _RoutedRows(call), call.input.dtype
     z = rows.wide_product(call.input[rows.tokens], call.w1, call.b1)
     value = hidden_of(z, *call.form)
     output = grouped_product((value * rows.probs).to(dtype), call.w2, rows.groups)
@@ -223,14 +223,14 @@ def _rows_kept(call: MoeMLP) -> int:
     return call.permutation.shape[0] if call.keep_preactivation else 0
 
 
-class _Steps:
-    """The backward up to the gradients of the parameters: what each of them is a product of."""
+class _BackwardIntermediates:
+    """The backward up to the gradients of the parameters: the factors of their products."""
 
     def __init__(
         self, dy: torch.Tensor, call: MoeMLP, kept: torch.Tensor, output_mask: Sequence[bool]
     ) -> None:
         wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-        rows, dtype, wide = _Rows(call), call.input.dtype, call.probs.dtype
+        rows, dtype, wide = _RoutedRows(call), call.input.dtype, call.probs.dtype
         self.groups = rows.groups
         self.x, self.dy = call.input[rows.tokens], dy[rows.tokens]
         self.dz = self.hidden = self.weighted = self.dy
@@ -262,7 +262,7 @@ class _Steps:
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     dy, call, kept, output_mask = of_backward(MoeMLP, args)
     _, _, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-    to = _Steps(dy, call, kept, output_mask)
+    to = _BackwardIntermediates(dy, call, kept, output_mask)
     return (
         to.grad_input,
         to.grad_probs,
@@ -329,7 +329,7 @@ def _add_gradients_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     dy, call, kept, output_mask = of_backward(MoeMLP, args)
     given = [buffer is not None for buffer in (into_w1, into_w2, into_b1, into_b2)]
-    to = _Steps(dy, call, kept, [*output_mask, *given])
+    to = _BackwardIntermediates(dy, call, kept, [*output_mask, *given])
     if into_w1 is not None:
         add_weight_gradient(into_w1, to.x, to.dz, to.groups)
     if into_w2 is not None:
@@ -372,4 +372,4 @@ _ADD_GRADIENTS = define_op(
     triton="fusedops.kernels.moe_mlp_add_gradients",
     part_of="moe_mlp",
 )
-_FORM = Form(_OP, _ADD_GRADIENTS, tensors=9, inputs=(0, 1), parameters=(5, 6, 7, 8))
+_ADDING_OP = AddGradientsOp(_OP, _ADD_GRADIENTS, tensors=9, inputs=(0, 1), parameters=(5, 6, 7, 8))

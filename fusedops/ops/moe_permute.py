@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops.ops import _moe_math as math
+from fusedops.ops import _moe_math as formulas
 from fusedops.ops._routing_plan import RoutingPlan
 
 
@@ -53,13 +53,13 @@ def moe_permute(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         >>> fusedops.moe_permute(torch.tensor([[1.0], [2.0]]), plan).flatten()
         tensor([1., 1., 2., 2.])
     """
-    math.check("moe_permute", input, plan, of_tokens=True)
+    formulas.check("moe_permute", input, plan, of_tokens=True)
     return _OP(input, plan.positions, plan.offsets)
 
 
 def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    math.check_places("moe_permute", positions, offsets)
-    return math.scatter(input, None, positions, offsets)
+    formulas.check_places("moe_permute", positions, offsets)
+    return formulas.scatter(input, None, positions, offsets)
 
 
 def _backward_reference(
@@ -68,7 +68,7 @@ def _backward_reference(
     offsets: torch.Tensor,
     output_mask: Sequence[bool],
 ) -> torch.Tensor | None:
-    return math.combine(grad_output, None, positions, offsets) if output_mask[0] else None
+    return formulas.combine(grad_output, None, positions, offsets) if output_mask[0] else None
 
 
 _OP = define_op(
@@ -89,6 +89,6 @@ _OP = define_op(
         reference=_backward_reference,
     ),
     triton="fusedops.kernels.moe_permute",
-    shard=math.shard_columns,
-    shard_backward=math.shard_columns,
+    shard=formulas.shard_columns,
+    shard_backward=formulas.shard_columns,
 )

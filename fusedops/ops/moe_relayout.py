@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.library import Gradient, define_op
-from fusedops.ops import _moe_math as math
+from fusedops.ops import _moe_math as formulas
 from fusedops.ops._routing_plan import RoutingPlan, check_plan
 from fusedops.ops.moe_sort import moe_sort
 
@@ -88,7 +88,7 @@ def _check(input: Any, plan: RoutingPlan, source: str, target: str, capacity: An
     """Raise unless the arguments fit; return the capacity, 0 where none is needed."""
     op = "moe_relayout"
     if "capacity" not in (source, target):
-        math.check(op, input, plan, of_tokens=False)
+        formulas.check(op, input, plan, of_tokens=False)
         return 0
     if capacity is None:
         capacity = plan.capacity
@@ -98,10 +98,10 @@ def _check(input: Any, plan: RoutingPlan, source: str, target: str, capacity: An
     if capacity < 0 or plan.num_experts * capacity >= 2**31:
         checks.fail(op, "capacity", "from 0, with fewer than 2**31 rows in all", capacity)
     if source != "capacity":
-        math.check(op, input, plan, of_tokens=False)
+        formulas.check(op, input, plan, of_tokens=False)
         return int(capacity)
     checks.tensor(op, "input", input)
-    math.check_order(op, plan, input)
+    formulas.check_order(op, plan, input)
     expected = (plan.num_experts, capacity)
     if input.dim() != 3 or tuple(input.shape[:2]) != expected:
         sizes = f"[{expected[0]}, {expected[1]}, hidden] (num_experts, capacity)"
@@ -135,7 +135,7 @@ def _places(plan: RoutingPlan, layout: str, capacity: int) -> tuple[torch.Tensor
         return own, own
     if layout == "k_major":
         # The same sort over the transposed choices. Dropped slots stand behind in both.
-        kept = math.kept_slots(positions, offsets)
+        kept = formulas.kept_slots(positions, offsets)
         order = moe_sort(plan.expert_ids.t(), plan.num_experts, kept=kept.t())
         rows = _follow(order[0], positions.t().flatten())
         places = _follow(plan.permutation, order[1].t().flatten())
@@ -183,6 +183,6 @@ _OP = define_op(
         reference=_backward_reference,
     ),
     triton="fusedops.kernels.moe_relayout",
-    shard=math.shard_columns,
-    shard_backward=math.shard_columns,
+    shard=formulas.shard_columns,
+    shard_backward=formulas.shard_columns,
 )

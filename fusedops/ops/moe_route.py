@@ -18,7 +18,7 @@ from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
-from fusedops.ops import _route_math as math
+from fusedops.ops import _route_math as formulas
 from fusedops.ops import _routing_reuse
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_sort import moe_sort
@@ -290,14 +290,14 @@ def _reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rule = RouteOptions(*options)
     tokens, experts = logits.shape
-    x = math.prepare(logits, seed, rule.jitter)
+    x = formulas.prepare(logits, seed, rule.jitter)
     if chosen is not None:
         ids = torch.clone(chosen, memory_format=torch.contiguous_format)
     elif rule.drop_policy == "expert_choice":
         ids = torch.arange(experts, dtype=torch.int32, device=x.device).repeat(tokens, 1)
     else:
-        ids = math.choose(x, bias, rule)
-    probs = math.probabilities(x, ids, rule)
+        ids = formulas.choose(x, bias, rule)
+    probs = formulas.probabilities(x, ids, rule)
     kept = ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
     if chosen_kept is not None:
         kept = torch.clone(chosen_kept, memory_format=torch.contiguous_format)
@@ -315,10 +315,10 @@ def _backward_reference(*args: Any) -> torch.Tensor | None:
     rule = RouteOptions(*options)
     if rule.capacity >= 0:
         grad_probs = torch.where(kept, grad_probs, 0.0)
-    x = math.prepare(logits, seed, rule.jitter)
-    grad = math.gradient(grad_probs, x, expert_ids, rule)
+    x = formulas.prepare(logits, seed, rule.jitter)
+    grad = formulas.gradient(grad_probs, x, expert_ids, rule)
     if seed is not None:
-        grad = grad * math.jitter_factors(logits, seed, rule.jitter)
+        grad = grad * formulas.jitter_factors(logits, seed, rule.jitter)
     return grad.to(logits.dtype).contiguous()
 
 

@@ -14,7 +14,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
-from fusedops.ops import _moe_math as math
+from fusedops.ops import _moe_math as formulas
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
 
 
@@ -60,7 +60,7 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
     """
     op = "moe_unpermute"
     checks.flag(op, "weighted", weighted)
-    math.check(op, input, plan, of_tokens=False)
+    formulas.check(op, input, plan, of_tokens=False)
     probs = None
     if weighted:
         check_probs(op, "plan.probs", plan.probs, plan)
@@ -71,21 +71,21 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
 def _reference(
     input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    math.check_places("moe_unpermute", positions, offsets)
-    return math.combine(input, probs, positions, offsets)
+    formulas.check_places("moe_unpermute", positions, offsets)
+    return formulas.combine(input, probs, positions, offsets)
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, input, probs, positions, offsets, output_mask = args
     grad_input = grad_probs = None
     if output_mask[0]:
-        grad_input = math.scatter(grad_output, probs, positions, offsets)
+        grad_input = formulas.scatter(grad_output, probs, positions, offsets)
     if output_mask[1] and probs is not None:
         assert input is not None
-        slots = math.slots_of(input, positions, offsets)
+        slots = formulas.slots_of(input, positions, offsets)
         grad_probs = (slots * grad_output.to(probs.dtype).unsqueeze(1)).sum(2)
         # A dropped slot's row, 0, may meet a gradient that is not finite.
-        grad_probs = torch.where(math.kept_slots(positions, offsets), grad_probs, 0.0)
+        grad_probs = torch.where(formulas.kept_slots(positions, offsets), grad_probs, 0.0)
     return grad_input, grad_probs
 
 

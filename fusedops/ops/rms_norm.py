@@ -10,27 +10,18 @@ models differ in it in half precision. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusedops._core import checks, dtypes
-from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Sharding
+from fusedops._core import checks
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
-from fusedops.ops._norm_math import (
-    default_eps,
-    norm_gradients,
-    normalize_rms,
-    offset,
-    row_placements,
-    rows,
-    scale,
-    scaled_dtype,
-)
+from fusedops.ops._norm_op import NormOp
 
 ROUNDINGS = _norm_math.ROUNDINGS
+
+
+_OP = NormOp("rms_norm", centred=False, residual=False).define(checked=False)
 
 
 def rms_norm(
@@ -88,83 +79,9 @@ def rms_norm(
         tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
     """
     normalized_shape = plain_sizes(normalized_shape)
-    _check(input, normalized_shape, weight, eps, weight_offset, rounding)
-    eps = default_eps(input, eps)
-    return _OP(input, normalized_shape, weight, eps, weight_offset, rounding)[0]
-
-
-def _check(
-    input: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
-) -> None:
     checks.tensor("rms_norm", "input", input)
-    eps = 0.0 if eps is None else eps
-    _norm_math.check("rms_norm", "input", input, normalized_shape, weight, None, eps)
+    checked_eps = 0.0 if eps is None else eps
+    _norm_math.check("rms_norm", "input", input, normalized_shape, weight, None, checked_eps)
     _norm_math.check_rms("rms_norm", weight_offset, rounding)
-
-
-def _reference(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    normalized = normalize_rms(input, normalized_shape, eps)
-    output = scale(normalized.values, weight, weight_offset, rounding, input.dtype)
-    return output.contiguous(), normalized.rstd.reshape(rows(input, normalized_shape))
-
-
-def _fake(
-    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, rounding: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    statistics = dtypes.statistics_dtype(input.dtype)
-    return (
-        input.new_empty(input.shape, dtype=scaled_dtype(input.dtype, weight, rounding)),
-        input.new_empty(rows(input, normalized_shape), dtype=statistics),
-    )
-
-
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_output, input, weight, _, normalized_shape, eps, weight_offset, _, output_mask = args
-    normalized = normalize_rms(input, normalized_shape, eps)
-    factor = offset(weight, weight_offset, normalized.values.dtype)
-    parameter = input.dtype if weight is None else weight.dtype
-    grad_input, grad_weight = norm_gradients(
-        grad_output, normalized, factor, normalized_shape, parameter, output_mask
-    )
-    if grad_input is not None:
-        grad_input = grad_input.to(input.dtype).contiguous()
-    return grad_input, grad_weight
-
-
-def _shard(input: Any, normalized_shape: Sequence[int]) -> list[Sharding]:
-    """Rows are independent: any leading dim may be sharded, the weight is replicated."""
-    dims = row_placements(input, normalized_shape)
-    return [([dim] * 2, [dim, REPLICATE]) for dim in dims]
-
-
-_OP = define_op(
-    "rms_norm",
-    "(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps, float weight_offset,"
-    " str rounding) -> (Tensor output, Tensor rstd)",
-    contract={
-        "input": "T [*rows, *normalized_shape]",
-        "output": "param(T) [*rows, *normalized_shape]",
-        "weight": "param(T) [*normalized_shape]",
-        "rstd": "stat(T) [*rows]",
-        "normalized_shape": "len(normalized_shape) >= 1",
-        "rounding": _norm_math.ROUNDINGS,
-    },
-    reference=_reference,
-    fake=_fake,
-    gradient=Gradient(
-        inputs=("input", "weight"),
-        outputs=("output",),
-        saves=("input", "weight", "rstd"),
-        reference=_backward_reference,
-    ),
-    autocast="norm",
-    triton="fusedops.kernels.rms_norm",
-    shard=_shard,
-)
+    eps = _norm_math.default_eps(input, eps)
+    return _OP(input, normalized_shape, weight, eps, weight_offset, rounding)[0]

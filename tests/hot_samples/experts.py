@@ -12,7 +12,7 @@ from fusedops.specs import _routing
 from fusedops.specs.make import randint, randn
 from fusedops.specs.moe_route import distinct
 from hot_samples.call import HotCall, ReportCase, deep
-from hot_samples.products import average_rows, grouped_weight
+from hot_samples.products import TMA_LAYOUTS, average_rows, grouped_weight
 
 _TOKENS = 208
 _HIDDEN = 2576  # three blocks of 1024 columns, the last not full
@@ -23,12 +23,12 @@ def _mlp(case: ReportCase) -> HotCall:
     gate = case.get("GATE", "halves")
     hot = case.kernel in ("expert_kernel", "product_kernel")
     average = average_rows(case) if hot else 72
-    how = case.get("DESCRIBED", "no")
-    if how == "no" and hot and case["BLOCK_M"] >= 128:
+    how = TMA_LAYOUTS.get(case.get("TMA_MODE", "none"), "")
+    if not how and hot and case["BLOCK_M"] >= 128:
         # The gradient of the second product's input reads those weights the other way.
         turned = gate == "pairs" or (case.get("GATHERS") and not case["HAS_BIAS"])
         how = "apart across" if turned else "apart"
-    elif how == "no":
+    elif not how:
         # Which dim of the weights is dense: the experts' own layout in the checkpoints.
         how = "across" if gate == "pairs" or not hot else "along"
     activation = "swiglu_oai" if gate == "pairs" else "silu"

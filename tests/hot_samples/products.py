@@ -24,11 +24,14 @@ def _rows(case: ReportCase) -> int:
     return block if block < 128 and not case.is_float32 else _ROWS
 
 
+# How weights lie in memory for a ``TMA_MODE`` of the kernels.
+TMA_LAYOUTS = {"plain": "along", "transposed": "across"}
+
+
 def _layout(case: ReportCase) -> str:
     """Return how weights lie in memory: "along" the sums, "across" them, "apart" by pointers."""
-    how = case.get("DESCRIBED", "no")
-    if how != "no":
-        return str(how)
+    if case.get("TMA_MODE", "none") != "none":
+        return TMA_LAYOUTS[case["TMA_MODE"]]
     return "apart" if case["BLOCK_M"] >= 128 else "along"
 
 

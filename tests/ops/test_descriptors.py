@@ -76,7 +76,6 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return original(tensor, block)
 
     monkeypatch.setattr(_descriptors, "describe", describe)
-    monkeypatch.setattr("fusedops.kernels.linear_act.describe", describe)
     return found
 
 

@@ -16,8 +16,8 @@ from kernel_cases import attention, elementwise, experts, lists, products, rows
 # By the name of the file in ``fusedops/kernels``; files without a kernel of their own have none.
 CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "adamw": lists.adamw_cases,
-    "add_layer_norm": partial(rows.add_norm_cases, centred=True),
-    "add_rms_norm": partial(rows.add_norm_cases, centred=False),
+    "add_layer_norm": partial(rows.norm_cases, centred=True, residual=True),
+    "add_rms_norm": partial(rows.norm_cases, centred=False, residual=True),
     "attention": attention.attention_cases,
     "attention_decode": attention.attention_decode_cases,
     "attention_varlen": attention.attention_varlen_cases,

@@ -16,7 +16,7 @@ from fusedops.kernels import (
     linear_glu,
     moe_mlp,
 )
-from fusedops.kernels.linear_act import GROUP_M
+from fusedops.kernels._products import GROUP_M, blocks_of, group_of
 from kernel_cases.case import descriptor_type, report_case
 
 
@@ -26,7 +26,7 @@ def linear_act_cases() -> list[dict[str, Any]]:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         pointers = ("x", "weight", "bias", "kept", "y", "dy", "dz", "hidden")
         types = {f"{pointer}_ptr": f"*{name}" for pointer in pointers} | {"dbias_ptr": "*fp32"}
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "DESCRIBED": "no"}
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "TMA_MODE": "none"}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
         cases += matrix_cases(
             linear_act._forward_kernel, dtype, types, flags, weights=("weight_ptr",)
@@ -44,7 +44,7 @@ def linear_glu_cases() -> list[dict[str, Any]]:
         weights = ("gate_weight_ptr", "up_weight_ptr")
         names = ("x_ptr", *weights, "gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
         types = dict.fromkeys(names, f"*{name}")
-        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee", "DESCRIBED": "no"}
+        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee", "TMA_MODE": "none"}
         flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
         cases += matrix_cases(
             linear_glu._forward_kernel,
@@ -84,7 +84,7 @@ def grouped_cases(*, gathers: bool) -> list[dict[str, Any]]:
         common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
         plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
         plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
-        plain |= {"DESCRIBED": "no"}
+        plain |= {"TMA_MODE": "none"}
         # A label, and in which pointers and flags a product differs from the plain one.
         forms: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (
             ("", {}, {"KEEPS": True, "ACTIVATION": "gelu"}),
@@ -113,8 +113,8 @@ def grouped_cases(*, gathers: bool) -> list[dict[str, Any]]:
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}
         kernel = _grouped._weight_gradient_kernel
-        for chips, old in (((80, 120), True), ((90, 100), False)):
-            blocks, options = _grouped._gradient_blocks(dtype, gathers=gathers, older=old)
+        for chips, mma_sync in (((80, 120), True), ((90, 100), False)):
+            blocks, options = _grouped._gradient_blocks(dtype, gathers=gathers, mma_sync=mma_sync)
             case = report_case(
                 kernel, out, flags | blocks, options, matrix=matrix, capabilities=chips
             )
@@ -133,7 +133,7 @@ def moe_mlp_cases() -> list[dict[str, Any]]:
             ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
         )
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "PRECISION": "ieee"}
-        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1, "DESCRIBED": "no"}
+        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1, "TMA_MODE": "none"}
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
@@ -167,7 +167,7 @@ def matrix_cases(
     dtype: torch.dtype,
     types: dict[str, str],
     flags: dict[str, Any],
-    blocks: Callable[..., _launch.Tiling] = linear_act.blocks_of,
+    blocks: Callable[..., _launch.Tiling] = blocks_of,
     *,
     label: str = "",
     weights: Sequence[str] = (),
@@ -180,10 +180,10 @@ def matrix_cases(
     Args:
         kernel: a ``@triton.jit`` function.
         dtype: of the operands.
-        types: as ``_launch.report_case`` takes them.
+        types: as ``report_case`` takes them.
         flags: its constexprs but the tile sizes; without ``GROUP_M`` that of ``group_of``.
         blocks: gives tile sizes and options as ``blocks_of`` does.
-        label: as ``_launch.report_case`` takes it.
+        label: as ``report_case`` takes it.
         weights: what large tiles read by descriptors too, besides ``x_ptr``.
         tiles_per_block: how many of the weights share the columns of a tile.
         leading: dims of the weights before the matrix.
@@ -191,24 +191,24 @@ def matrix_cases(
     """
     matrix, cases = dtype != torch.float32, []
     for num_rows in (16, 64, 4096) if matrix else (4096,):
-        new, old = (blocks(dtype, num_rows, older=older) for older in (False, True))
+        new, old = (blocks(dtype, num_rows, mma_sync=mma_sync) for mma_sync in (False, True))
         of_gpus = ((new, None),) if new == old else ((new, (90, 100)), (old, (80, 120)))
         for (sizes, options), gpus in of_gpus:
-            values = {"GROUP_M": linear_act.group_of(num_rows, sizes)} | flags | sizes
+            values = {"GROUP_M": group_of(num_rows, sizes)} | flags | sizes
             case = functools.partial(report_case, kernel, options=options, label=label)
             case = functools.partial(case, matrix=matrix, few_rows=num_rows < 64)
             cases.append(case(types, values, capabilities=gpus))
             if not weights or not matrix or num_rows < 4096 or gpus == (80, 120):
                 continue
             columns = dict.fromkeys(weights, sizes["BLOCK_N"] // tiles_per_block)
-            for how, chips in (("along", (90, 100)), ("across", (90,))):
-                form = _described(how, types, values, columns, leading=leading, gathers=gathers)
-                cases.append(case(*form, suffix=f"described {how}", capabilities=chips))
+            for mode, chips in (("plain", (90, 100)), ("transposed", (90,))):
+                form = _by_tma(mode, types, values, columns, leading=leading, gathers=gathers)
+                cases.append(case(*form, suffix=f"TMA {mode}", capabilities=chips))
     return cases
 
 
-def _described(
-    described: str,
+def _by_tma(
+    tma_mode: str,
     types: dict[str, str],
     constexprs: dict[str, Any],
     weights: dict[str, int],
@@ -219,7 +219,7 @@ def _described(
     """Return types and constexprs of a matrix kernel that reads by descriptors, for the report.
 
     Args:
-        described: how the weights lie, ``"along"`` the sum or ``"across"`` it.
+        tma_mode: ``"plain"`` or ``"transposed"``.
         types: of the arguments, in the form without descriptors, ``x_ptr`` among them.
         constexprs: in that form, with the tile sizes.
         weights: argument name -> how many of its columns a tile reads.
@@ -231,10 +231,10 @@ def _described(
     if not gathers:
         kinds["x_ptr"] = descriptor_type(name, [constexprs["BLOCK_M"], depth])
     for argument, columns in weights.items():
-        block = [depth, columns] if described == "across" else [columns, depth]
+        block = [depth, columns] if tma_mode == "transposed" else [columns, depth]
         kinds[argument] = descriptor_type(name, [1] * leading + block)
     dense, other = "stride_wk", "stride_wn"
-    if described == "across":
+    if tma_mode == "transposed":
         dense, other = other, dense
     values = {name: value for name, value in constexprs.items() if name != other}
-    return kinds | {other: "i32"}, values | {"DESCRIBED": described, dense: 1}
+    return kinds | {other: "i32"}, values | {"TMA_MODE": tma_mode, dense: 1}

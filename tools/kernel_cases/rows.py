@@ -5,70 +5,44 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fusedops.kernels import _add_norm, _launch, _norm, cross_entropy, scaled_masked_softmax
+from fusedops.kernels import _launch, _norm, cross_entropy, scaled_masked_softmax
 from kernel_cases.case import report_case
 
 
-def norm_cases(centred: bool) -> list[dict[str, Any]]:
+def norm_cases(centred: bool, *, residual: bool = False) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
-    types |= {"eps": "fp32", "weight_offset": "fp32"}
-    present = {"HAS_WEIGHT": True, "HAS_BIAS": centred, "CENTRED": centred}
-    present |= {"ROUND_FIRST": not centred}
-    wants = {"WANTS_INPUT": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
-    wants |= {"HAS_WEIGHT": True, "CENTRED": centred}
-    long = {"BLOCK_N": _norm._LONG_BLOCK}
-    cases: list[tuple[Any, dict[str, Any], int]] = []
-    for cols in (1024, 4096, 8192, 16384):
-        rows = max(1, 1024 // cols)
-        blocks = {"BLOCK_M": rows, "BLOCK_N": cols}
-        cases.append((_norm._forward_kernel, present | blocks, rows * cols))
-    for cols in (1024, 4096, 8192):
-        cases.append((_norm._backward_kernel, wants | {"BLOCK_N": cols}, 2 * cols))
-    cases += [
-        (_norm._forward_long_kernel, present | long, _norm._LONG_BLOCK),
-        (_norm._backward_input_long_kernel, wants | long, _norm._LONG_BLOCK),
-        (_norm._backward_parameters_long_kernel, wants | {"BLOCK_N": 1024}, 1024),
-    ]
+    types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32")
+    types |= {"seed_ptr": "*i64"} if residual else {}
+    present = {"CENTRED": centred, "ROUND_FIRST": not centred, "HAS_WEIGHT": True}
+    present |= {"HAS_BIAS": centred, "HAS_RESIDUAL": residual, "HAS_DSUMMED": residual}
+    present |= {"WANTS_RESIDUAL": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
     label = "centred" if centred else "not centred"
-    reports = []
-    for kernel, constants, elements in cases:
-        options = _launch.row_options(elements)
-        walks = kernel is _norm._backward_kernel
-        resident = _launch.resident(options["num_warps"]) if walks else None
-        case = report_case(kernel, types, constants, options, suffix=label, resident=resident)
-        reports.append(case)
-    return reports
-
-
-def add_norm_cases(centred: bool) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
-    types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32") | {"seed_ptr": "*i64"}
-    present = {"CENTRED": centred, "ROUND_FIRST": not centred}
-    present |= {"HAS_WEIGHT": True, "HAS_BIAS": centred, "HAS_DSUMMED": True}
-    present |= {f"WANTS_{name}": True for name in ("RESIDUAL", "WEIGHT")}
-    present |= {"WANTS_BIAS": centred}
     cases = []
-    for mode in ("none", "draw"):
-        drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
+    for mode in ("none", "draw") if residual else ("none",):
         # Without dropout the gradient of input is that of residual.
-        drawn |= {"WANTS_INPUT": mode != "none"}
-        label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
-        case = functools.partial(report_case, types=types, suffix=label)
+        drawn: dict[str, Any] = present | {"DROPOUT": mode, "WANTS_INPUT": mode != "none"}
+        suffix = f"{label}, dropout {mode}" if residual else label
+        case = functools.partial(report_case, types=types, suffix=suffix)
         for cols in (1024, 4096, 8192, 16384):
-            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
-            cases.append(case(_add_norm._forward_kernel, constexprs=sizes, options=options))
+            sizes, options = drawn | {"BLOCK_M": 1, "BLOCK_N": cols}, _launch.row_options(cols)
+            cases.append(case(_norm._forward_kernel, constexprs=sizes, options=options))
         # Rows of 8192 have launch options of their own on sm_120.
         of_chips = ((1024, None), (4096, None), (8192, (80, 90, 100)), (8192, (120,)))
         for cols, chips in of_chips:
             sizes = drawn | {"BLOCK_N": cols}
-            options = _add_norm._backward_options(cols, newest=chips == (120,))
+            options = _norm._backward_options(cols, newest=chips == (120,))
             resident = _launch.resident(options["num_warps"])
             more: dict[str, Any] = {"resident": resident, "capabilities": chips}
-            cases.append(
-                case(_add_norm._backward_kernel, constexprs=sizes, options=options, **more)
-            )
+            cases.append(case(_norm._backward_kernel, constexprs=sizes, options=options, **more))
+    if not residual:
+        for kernel, block in (
+            (_norm._forward_long_kernel, _norm._LONG_BLOCK),
+            (_norm._backward_input_long_kernel, _norm._LONG_BLOCK),
+            (_norm._backward_parameters_long_kernel, 1024),
+        ):
+            sizes, options = present | {"BLOCK_N": block}, _launch.row_options(block)
+            cases.append(report_case(kernel, types, sizes, options, suffix=label))
     return cases
 
 

@@ -93,7 +93,7 @@ def request(
         left,
         0 if flags["is_causal"] else right,
         cap,
-        math.wants_gradient(query, key, value, sinks),
+        math.records_graph_or_traces(query, key, value, sinks),
         group.group_name,
     )
     return a, layout

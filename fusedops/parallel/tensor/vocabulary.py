@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.ops import _cross_entropy_math as math_of
+from fusedops.ops import _cross_entropy_math as formulas
 from fusedops.ops.linear_cross_entropy import DEFAULT_CHUNK, check_chunks, keeps_logits
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.async_linear import lowered
@@ -83,14 +83,14 @@ def vocab_parallel_cross_entropy(
     """
     op = "vocab_parallel_cross_entropy"
     checks.tensor(op, "hidden", hidden)
-    math_of.check_target(op, target, "hidden", hidden)
-    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    formulas.check_target(op, target, "hidden", hidden)
+    formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     check_chunks(op, chunk_size, recompute)
     vocab = vocab_range(group.rank(), group.size(), vocab_size)
     shape = (len(vocab), hidden.shape[-1])
     checks.shape(op, "weight", weight, shape, "vocabulary of this rank, features of hidden")
     if checks.readable(target):
-        math_of.check_range(op, target, vocab_size, ignore_index)
+        formulas.check_range(op, target, vocab_size, ignore_index)
     is_local = (target >= vocab.start) & (target < vocab.stop)
     local_target = torch.where(is_local, target - vocab.start, _ELSEWHERE)
     local_target = torch.where(target == ignore_index, _IGNORED, local_target)
