@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_close, assert_within_budget
 from covering import covering
-from op_testing import assert_close, assert_within_budget
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedops

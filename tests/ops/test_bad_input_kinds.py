@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_close
+from comparing import assert_close
 from wrong_values import INF, NAN, WRONG, Value, arguments_of, complaint, values_for
 
 import fusedops

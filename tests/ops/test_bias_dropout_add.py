@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops._core import env, philox
@@ -156,50 +157,32 @@ def test_p_1_drops_all_even_what_is_not_finite(backend: str) -> None:
     assert torch.equal(grad, torch.zeros_like(grad))
 
 
+def _of_norm(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op that adds, drops and normalizes as a function whose result is the sum."""
+    return lambda x, residual, p: op(x, residual, x.shape[-1:], dropout_p=p)
+
+
+# Op -> it as a function of input, residual and probability, whose last result is their sum.
+DROPPING: dict[str, Callable[..., Any]] = {
+    "bias_dropout_add": lambda x, residual, p: (fusedops.bias_dropout_add(x, None, residual, p),),
+    "add_layer_norm": _of_norm(fusedops.add_layer_norm),
+    "add_rms_norm": _of_norm(fusedops.add_rms_norm),
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backward_drops_what_forward_dropped(backend: str) -> None:
-    for shape in ((3, 33), (3, 64)):
-        x, residual = torch.zeros(shape, requires_grad=True), torch.zeros(shape, requires_grad=True)
-        bias = torch.zeros(shape[-1], requires_grad=True)
-        with fusedops.use_backend(backend):
-            torch.manual_seed(6)
-            output = fusedops.bias_dropout_add(x, bias, residual, 0.25)
-            upstream = torch.randn(shape)
-            grads = torch.autograd.grad(output, (x, bias, residual), upstream)
-        want = torch.where(expected_mask(shape, 0.25, 6), upstream * philox.scale(0.25), 0.0)
-        torch.testing.assert_close(grads[0], want)
-        torch.testing.assert_close(grads[1], want.sum(0))
-        assert torch.equal(grads[2], upstream)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_recomputes_the_same_mask(use_reentrant: bool) -> None:
-    x, bias, residual = (
-        torch.randn(shape, requires_grad=True) for shape in ((9, 48), (48,), (9, 48))
-    )
-
-    def block(*values: torch.Tensor) -> torch.Tensor:
-        return fusedops.bias_dropout_add(*values, 0.5).square()
-
-    torch.manual_seed(5)
-    plain = block(x, bias, residual)
-    want = torch.autograd.grad(plain.sum(), (x, bias, residual))
-    torch.manual_seed(5)
-    checkpoint(block, x, bias, residual, use_reentrant=use_reentrant).sum().backward()
-    for leaf, grad in zip((x, bias, residual), want, strict=True):
-        assert torch.equal(leaf.grad, grad)
-
-
-def test_dtypes_are_those_of_torchs_sum() -> None:
-    half, single, double = torch.bfloat16, torch.float32, torch.float64
-    for dtypes in ((half, single, half), (single, half, half), (half, half, double)):
-        x, bias, residual = (
-            torch.randn(shape).to(dtype).requires_grad_()
-            for shape, dtype in zip(((4, 8), (8,), (4, 8)), dtypes, strict=True)
-        )
-        output = fusedops.bias_dropout_add(x, bias, residual)
-        assert output.dtype == (residual + (x + bias)).dtype
-        exact = residual.double() + (x.double() + bias.double())
-        torch.testing.assert_close(output, exact.to(output.dtype))
-        grads = torch.autograd.grad(output.sum(), (x, bias, residual))
-        assert tuple(grad.dtype for grad in grads) == dtypes
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("shape", [(5, 33), (3, 128), (2, 9001)])
+def test_backward_drops_what_forward_dropped_by_the_mask_of_the_seed(
+    name: str, shape: tuple[int, ...], backend: str
+) -> None:
+    x, residual = torch.ones(shape, requires_grad=True), torch.zeros(shape, requires_grad=True)
+    with fusedops.use_backend(backend):
+        torch.manual_seed(3)
+        outputs = DROPPING[name](x, residual, 0.3)
+        grads = torch.autograd.grad(outputs, (x, residual), [torch.randn(shape) for _ in outputs])
+    keep = expected_mask(shape, 0.3, 3)
+    assert torch.equal(outputs[-1] != 0, keep)
+    scale = torch.full_like(outputs[-1][keep], philox.scale(0.3))
+    torch.testing.assert_close(outputs[-1][keep], scale)
+    torch.testing.assert_close(grads[0], torch.where(keep, grads[1] * philox.scale(0.3), 0.0))

@@ -13,7 +13,7 @@ from typing import Any
 import hot_samples
 import pytest
 import torch
-from op_testing import assert_within_budget
+from comparing import assert_within_budget
 
 import fusedops
 from fusedops.specs import Sample, all_specs, tensors_in

@@ -15,7 +15,7 @@ from typing import Any
 import hot_samples
 import pytest
 import torch
-from op_testing import assert_within_budget
+from comparing import assert_within_budget
 
 import fusedops
 
