@@ -16,8 +16,8 @@ from fusedops.specs.comparison import ComparisonResult, difference, difference_f
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's values, in the order of its dims."""
-    dense = tensor.detach().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return dense.flatten().view(torch.uint8)
 
 
 def assert_same_bits(got: Any, want: Any, where: str = "") -> None:

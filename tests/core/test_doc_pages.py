@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import CONTEXT
+from process_pool import start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -103,10 +103,7 @@ class Forks:
     def run(self, page: Path, blocks: Sequence[Block], folder: Path) -> None:
         """Run the blocks of a page in a process of its own; raise if one fails."""
         if self._connection is None:
-            self._connection, theirs = CONTEXT.Pipe()
-            self._process = CONTEXT.Process(target=_fork_for_pages, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
+            self._process, self._connection = start_process(_fork_for_pages)
         self._connection.send((str(page), blocks, str(folder)))
         failure = _answer(self._connection, time.monotonic() + TIMEOUT)
         if failure is not None:
@@ -153,23 +150,19 @@ def _answer(connection: Connection, deadline: float) -> str | None:
 
 def run_on_ranks(page: Path, blocks: Sequence[Block], folder: Path, ranks: int) -> None:
     """Run the blocks of a page as torchrun would; raise if a rank fails."""
-    connections, processes = [], []
+    started = []
     for rank in range(ranks):
-        mine, theirs = CONTEXT.Pipe()
         own = folder / str(rank)
         own.mkdir()
-        arguments = (theirs, str(page), blocks, str(own), rank, ranks, str(folder / "store"))
-        processes.append(CONTEXT.Process(target=_run_rank, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        connections.append(mine)
+        arguments = (str(page), blocks, str(own), rank, ranks, str(folder / "store"))
+        started.append(start_process(_run_rank, *arguments))
     deadline = time.monotonic() + TIMEOUT
     try:
-        for rank, connection in enumerate(connections):
+        for rank, (_, connection) in enumerate(started):
             failure = _answer(connection, deadline)
             assert failure is None, f"{page.name}, rank {rank} of {ranks}: {failure}"
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
             process.join()
 

@@ -40,11 +40,9 @@ def main() -> int:
         folder=Path("out/fuzz"),
         processes=asked.processes,
         first=asked.first,
-        progress=True,
     )
     for finding in report.findings[:3]:
-        print(f"--- {finding.op}: {finding.outcome}; again: {finding.again}")
-        print(f"{finding.snippet}\n{finding.log}")
+        print(f"--- {finding}")
     print(report)
     return bool(report.findings)
 

@@ -14,7 +14,7 @@ import torch
 
 from fusedops.specs import Sample, Spec
 
-from . import mutate, snippet
+from . import mutate
 from .engine import WrongResultError
 from .functions import DTYPES, REFUSALS, picked
 
@@ -77,7 +77,7 @@ class Arguments:
             return type(error).__name__
         return "returned"
 
-    def describe(self, rng: random.Random) -> tuple[str, str]:
-        """Return the op and code that calls it."""
+    def describe(self, rng: random.Random) -> str:
+        """Return the op and its arguments."""
         spec, sample = self._make(rng)
-        return spec.name, snippet.call(f"fusedops.{spec.name}", sample.args, dict(sample.kwargs))
+        return mutate.described(spec.name, sample.args, dict(sample.kwargs))

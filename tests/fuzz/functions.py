@@ -17,7 +17,7 @@ import fusedops
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import difference_of_mixture, fresh, run, truth
 
-from . import mutate, snippet
+from . import mutate
 from .engine import WrongResultError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,10 +104,10 @@ class Functions:
                     raise WrongResultError(f"{kind} {place}: other bits than of dense tensors")
         return "returned"
 
-    def describe(self, rng: random.Random) -> tuple[str, str]:
-        """Return the op and code that calls it."""
+    def describe(self, rng: random.Random) -> str:
+        """Return the op and its arguments."""
         spec, sample = self._make(rng)
-        return spec.name, snippet.call(f"fusedops.{spec.name}", sample.args, dict(sample.kwargs))
+        return mutate.described(spec.name, sample.args, dict(sample.kwargs))
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from fusedops.specs import all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import fresh, run
 from fusedops.specs.recorder import RecordOps
 
-from . import mutate, snippet
+from . import mutate
 
 # Larger calls say no more about bounds, and slow the others down.
 MOST_ELEMENTS = 12_000
@@ -82,10 +82,10 @@ class Operators:
             return type(error).__name__
         return "returned"
 
-    def describe(self, rng: random.Random) -> tuple[str, str]:
-        """Return the operator and code that calls it."""
+    def describe(self, rng: random.Random) -> str:
+        """Return the operator and its arguments."""
         func, made = self._make(rng)
-        return func._opname, snippet.call(f"torch.ops.fusedops.{func._opname}", made)
+        return mutate.described(func._opname, made)
 
 
 def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:

@@ -123,19 +123,6 @@ def test_a_mask_broadcasts_over_several_batch_dims(leading: tuple[int, ...]) -> 
     assert grad.shape == mask.shape
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_sinks_of_no_queries_have_the_gradient_zero(packed: bool) -> None:
-    q, k, v = qkv(2, 0, 8, columns=3)
-    sinks = torch.zeros(2, requires_grad=True)
-    if packed:
-        q, k, v = (each.transpose(0, 1) for each in (q, k, v))
-        ends = torch.tensor([0, 0]), torch.tensor([0, 3])
-        output = fusedops.attention_varlen(q, k, v, *ends, 0, 3, sinks=sinks)
-    else:
-        output = fusedops.attention(q, k, v, sinks=sinks)
-    assert torch.equal(torch.autograd.grad(output.sum(), sinks)[0], torch.zeros(2))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_halves_of_the_keys_merge_into_the_whole(backend: str, dtype: torch.dtype) -> None:
@@ -187,17 +174,6 @@ def test_packed_sequences_equal_each_on_its_own() -> None:
         own = [tensor[begin:end].transpose(0, 1) for tensor in (q, k, v)]
         alone = fusedops.attention(*own, is_causal=True).transpose(0, 1)
         assert torch.equal(packed[begin:end], alone)
-
-
-def test_decoding_token_by_token_equals_causal_attention() -> None:
-    q, k, v = qkv(2, 4, 9, 16)
-    k, v = k[:, :2], v[:, :2]
-    whole = fusedops.attention(q, k, v, is_causal=True, enable_gqa=True)
-    with torch.no_grad():
-        for token in range(9):
-            lengths = torch.full((2,), token + 1)
-            output = fusedops.attention_decode(q[:, :, token], k, v, lengths)
-            assert_close(output, whole[:, :, token].double(), whole[:, :, token], "token", 16)
 
 
 def test_what_lies_behind_the_length_is_not_read() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import hot_samples
 import pytest
 import torch
-from comparing import assert_within_budget
+from comparing import assert_same_bits, assert_within_budget
 
 import fusedops
 from fusedops.specs import Sample, all_specs, tensors_in
@@ -95,14 +95,6 @@ def turn_around(tensors: Tensors) -> None:
 
 def copies(tensors: Tensors) -> Tensors:
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def assert_same_bits(got: Tensors, want: Tensors) -> None:
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        differ = (a != b) & ~((a != a) & (b != b))
-        assert not bool(differ.any()), f"result {i}: {int(differ.sum())} of {a.numel()} differ"
 
 
 @each_op

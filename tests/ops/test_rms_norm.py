@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same_bits
 
 import fusedops
 
@@ -36,10 +37,6 @@ def gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * (1.0 + weight.float())).type_as(x)
 
 
-def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return got.dtype == want.dtype and torch.equal(got, want)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -49,15 +46,15 @@ def test_bits_are_torchs(backend: str, columns: int, dtype: torch.dtype) -> None
         with fusedops.use_backend(backend):
             for eps in (None, 1e-6, 0.1):
                 got = fusedops.rms_norm(x, (columns,), weight, eps)
-                assert same_bits(got, F.rms_norm(x, (columns,), weight, eps))
-            assert same_bits(fusedops.rms_norm(x, (columns,)), F.rms_norm(x, (columns,)))
+                assert_same_bits(got, F.rms_norm(x, (columns,), weight, eps))
+            assert_same_bits(fusedops.rms_norm(x, (columns,)), F.rms_norm(x, (columns,)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_torchs_in_many_rows_on_threads(dtype: torch.dtype) -> None:
     x, weight = torch.randn(1500, 640).to(dtype), torch.randn(640).to(dtype)
     got = fusedops.rms_norm(x.view(3, 500, 640), (640,), weight)
-    assert same_bits(got, F.rms_norm(x.view(3, 500, 640), (640,), weight))
+    assert_same_bits(got, F.rms_norm(x.view(3, 500, 640), (640,), weight))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,7 +71,7 @@ def test_bits_are_those_of_models(
         for each in (weight, weight.float()):  # beside half precision the product is float32
             with fusedops.use_backend(backend):
                 got = fusedops.rms_norm(x, (columns,), each, 1e-6, **extra)
-            assert same_bits(got, model(x, each, 1e-6))
+            assert_same_bits(got, model(x, each, 1e-6))
 
 
 def test_the_roundings_differ_in_half_precision_alone() -> None:
@@ -112,4 +109,4 @@ def test_bits_are_those_of_the_transformers_modules(dtype: torch.dtype) -> None:
         with torch.no_grad():
             stock.weight.copy_(weight)
         module.load_state_dict(stock.state_dict())
-        assert same_bits(module(x), stock(x)), make.__name__
+        assert_same_bits(module(x), stock(x), make.__name__)

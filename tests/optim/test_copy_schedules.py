@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 from offload_testing import train
-from optim_testing import assert_same
 
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._overlap import Bucket, Job, Workers
@@ -127,7 +127,9 @@ def differs(seed: int, **options: Any) -> bool:
     """Whether a schedule changes a bit."""
     expected = train(synchronous, steps=3, max_norm=0.3, **options)
     try:
-        assert_same(train(scheduled(Schedule(seed)), steps=3, max_norm=0.3, **options), expected)
+        assert_same_bits(
+            train(scheduled(Schedule(seed)), steps=3, max_norm=0.3, **options), expected
+        )
     except AssertionError:
         return True
     return False
@@ -163,7 +165,7 @@ def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int, overlap: bool
                     if "the step was made" in str(error):
                         assert not overlap
                         return until_restored()
-                    assert_same([dict(state) for state in optimizer.state.values()], before)
+                    assert_same_bits([dict(state) for state in optimizer.state.values()], before)
 
         def until_restored() -> None:
             while True:
@@ -176,7 +178,7 @@ def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int, overlap: bool
         return optimizer
 
     expected = train(synchronous, steps=4, max_norm=0.3)
-    assert_same(train(until_it_succeeds, steps=4, max_norm=0.3), expected)
+    assert_same_bits(train(until_it_succeeds, steps=4, max_norm=0.3), expected)
     # What failed during the backward was tried again by the step.
     assert len(raised) <= schedule.failed
 
@@ -188,7 +190,7 @@ def test_a_failed_copy_is_told() -> None:
     with pytest.raises(CopyError, match="drawn to fail"):
         optimizer.step()
     assert optimizer.state[param]["step"] == 0.0
-    assert_same(param.detach(), torch.ones(3))
+    assert_same_bits(param.detach(), torch.ones(3))
 
 
 def test_parameters_are_written_anew_from_their_masters() -> None:
@@ -198,7 +200,7 @@ def test_parameters_are_written_anew_from_their_masters() -> None:
     with torch.no_grad():
         param.fill_(float("nan"))
     optimizer.restore()
-    assert_same(param.detach(), before)
+    assert_same_bits(param.detach(), before)
 
 
 class _Later(list):  # type: ignore[type-arg]

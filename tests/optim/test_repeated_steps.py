@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from optim_testing import assert_same, parameters, reachable, set_gradients
+from comparing import assert_same_bits
+from optim_testing import parameters, set_gradients
+from reachable import reachable
 from torch import nn
 
 import fusedops
@@ -170,7 +172,7 @@ def test_a_gradient_that_moves_gets_another_table(gpu: Gpu) -> None:
     assert optimizer._repeated is repeated is not None
     assert gpu.copies == 2  # that of the step and that of the norm
     assert gpu.tables[0] is not first
-    assert_same(first, before)  # a launch before may still read it
+    assert_same_bits(first, before)  # a launch before may still read it
     assert after[:, 1].tolist() == addresses(params)
     changed = (after != before).nonzero().tolist()
     assert changed == [[3, 1]]
@@ -398,12 +400,12 @@ def test_each_capture_owns_its_tables(gpu: Gpu) -> None:
     kept = {id(each) for each in optimizer._captures.tables}
     assert {id(table), id(other)} <= kept
     # Later steps write to none of them, nor do they read what only a replay has filled.
-    assert_same(stepped(gpu, optimizer), other_rows)
+    assert_same_bits(stepped(gpu, optimizer), other_rows)
     assert gpu.copies == 2 and gpu.tables[0] is not other
     new_gradients(params)
     stepped(gpu, optimizer)
-    assert_same(table, rows)
-    assert_same(other, other_rows)
+    assert_same_bits(table, rows)
+    assert_same_bits(other, other_rows)
 
 
 @needs_library
@@ -422,7 +424,7 @@ def test_a_capture_reads_the_tables_that_are_there(gpu: Gpu, steps: int) -> None
     new_gradients(params)
     rows = table.clone()
     stepped(gpu, optimizer)
-    assert_same(table, rows)
+    assert_same_bits(table, rows)
 
 
 def test_what_a_capture_cannot_have_is_refused(gpu: Gpu) -> None:
@@ -462,7 +464,7 @@ def test_a_learning_rate_in_a_tensor_is_that_number(dtype: torch.dtype, backend:
                 else:
                     optimizer.param_groups[0]["lr"] *= 0.5
         results.append([param.detach() for param in params])
-    assert_same(results[0], results[1])
+    assert_same_bits(results[0], results[1])
 
 
 def test_capturable_is_of_the_optimizer_and_not_of_a_checkpoint() -> None:
@@ -481,7 +483,7 @@ def test_capturable_is_of_the_optimizer_and_not_of_a_checkpoint() -> None:
     stock = torch.optim.AdamW(params, capturable=True)
     stock.load_state_dict(copy.deepcopy(saved))
     optimizer.load_state_dict(stock.state_dict())
-    assert_same(optimizer.state_dict()["state"], saved["state"])
+    assert_same_bits(optimizer.state_dict()["state"], saved["state"])
 
 
 EVERY: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -527,7 +529,7 @@ def test_repeated_steps_have_the_bits_of_others(
                 optimizer.step()
         results.append([[each.detach() for each in params], optimizer.state_dict()["state"]])
     assert [each is not None for each in repeated] == [False, False, True, True] + [False] * 4
-    assert_same(results[0], results[1])
+    assert_same_bits(results[0], results[1])
 
 
 def test_a_request_is_counted_as_a_change() -> None:
