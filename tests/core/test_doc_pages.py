@@ -249,34 +249,10 @@ def _page(*lines: str) -> list[Block]:
     return blocks_of("\n".join(lines) + "\n")
 
 
-def test_blocks_share_a_namespace_and_hidden_code_comes_first(run: Run) -> None:
-    blocks = _page(
-        "<!-- run first:",
-        "number = 3",
-        "-->",
-        "```python",
-        "double = 2 * number",
-        "```",
-        "* In a list:",
-        "",
-        "  ```python",
-        "  assert double == 6",
-        "  ```",
-    )
-    assert [block.line for block in blocks] == [2, 5, 10]
-    run(Path("page.md"), blocks)
-
-
 def test_a_block_that_does_not_run_fails_with_its_line(run: Run) -> None:
     blocks = _page("# Title", "", "```python", "x = 1", "y = x / 0", "```")
     with pytest.raises(AssertionError, match='page.md", line 5(?s:.*)ZeroDivisionError'):
         run(Path("page.md"), blocks)
-
-
-def test_a_marked_block_is_left_out(run: Run) -> None:
-    blocks = _page("<!-- not run: needs a GPU -->", "```python", "1 / 0", "```")
-    assert [block.not_run for block in blocks] == ["needs a GPU"]
-    run(Path("page.md"), blocks)
 
 
 @pytest.mark.parametrize(
@@ -290,21 +266,6 @@ def test_a_marked_block_is_left_out(run: Run) -> None:
 def test_a_marker_needs_a_reason_and_a_block(lines: tuple[str, ...], says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         _page(*lines)
-
-
-def test_a_block_for_torchrun_runs_on_its_processes(run: Run) -> None:
-    blocks = _page(
-        "```python",
-        "# torchrun --nproc-per-node 2 sum.py",
-        "import torch",
-        "import torch.distributed as dist",
-        'dist.init_process_group("gloo")',
-        "ranks = torch.tensor(dist.get_rank())",
-        "dist.all_reduce(ranks)",
-        "assert (int(ranks), dist.get_world_size()) == (1, 2)",
-        "```",
-    )
-    run(Path("page.md"), blocks)
 
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -82,11 +82,6 @@ def test_backend_request_nests_and_ends() -> None:
     assert fusedops.counters() == {("layer_norm", "cpp"): 3, ("layer_norm", "torch"): 1}
 
 
-def test_unknown_op_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'layernorm'.*did you mean 'layer_norm'"):
-        fusedops.resolve("layernorm", torch.ones(1))
-
-
 @needs_cpu_library
 def test_every_compiled_kernel_is_that_of_an_op() -> None:
     """A kernel without an op has no schema, and nothing calls it."""
@@ -183,7 +178,9 @@ def test_every_public_name_is_listed() -> None:
     assert {"Any", "importlib", "annotations"}.isdisjoint(dir(fusedops))
 
 
-def test_unknown_backend_is_named_with_the_nearest() -> None:
+def test_unknown_names_are_told_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'layernorm'.*did you mean 'layer_norm'"):
+        fusedops.resolve("layernorm", torch.ones(1))
     with pytest.raises(ValueError, match="'tritn'.*did you mean 'triton'"):
         with fusedops.use_backend("tritn"):
             pass
@@ -310,19 +307,6 @@ from fusedops.specs import all_specs, tensors_in
 
 print(fusedops._core.extension.cpu_library())
 for name, spec in all_specs().items():
-    for sample in spec.samples(torch.device("cpu"), torch.float64):
-        if sample.random or not sample.leaves or sample.leaves[0].numel() > 300:
-            continue
-
-        def function(*leaves):
-            new = dict(zip(map(id, sample.leaves), leaves))
-            call = sample.map(lambda tensor: new.get(id(tensor), tensor))
-            outputs = tensors_in(spec.op(*call.args, **call.kwargs))
-            return tuple(each for each in outputs if each.is_floating_point())
-
-        assert torch.autograd.gradcheck(function, tuple(sample.leaves), fast_mode=True)
-        if spec.double_backward:
-            assert torch.autograd.gradgradcheck(function, tuple(sample.leaves), fast_mode=True)
     sample = spec.samples(torch.device("cpu"), torch.float32)[0]
     with torch.autocast("cpu", torch.bfloat16):
         mine = spec.op(*sample.args, **sample.kwargs)

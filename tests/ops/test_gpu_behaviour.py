@@ -30,9 +30,7 @@ _INTEGERS_ARE_DATA = ("moe_sort", "moe_unpack")
 
 
 def _without_dropout(call: hot_samples.HotCall) -> hot_samples.HotCall:
-    return dataclasses.replace(
-        call, make=lambda device, dtype: call.make(device, dtype)[:3], random=False
-    )
+    return dataclasses.replace(call, make=lambda new: call.make(new)[:3], random=False)
 
 
 def calls() -> dict[str, hot_samples.HotCall]:

@@ -34,18 +34,24 @@ def route(
     return result
 
 
-def test_published_capacities() -> None:
-    assert moe_capacity(1, 1024, 1.1, 8) == 141
-    assert moe_capacity(1, 8192, 1.1, 36) == 251
-    assert moe_capacity(2, 1024, 1.25, 8) == 320
-    assert moe_capacity(1, 100, 1.1, 8) == 14
-    plan = moe_route(torch.randn(100, 8), 1, capacity_factor=1.1)
-    assert plan.capacity == 14 and int(plan.tokens_per_expert.max()) <= 14
+@pytest.mark.parametrize(
+    ("top_k", "tokens", "factor", "experts", "capacity"),
+    [
+        *((1, 1024, 1.1, 8, 141), (1, 8192, 1.1, 36, 251), (2, 1024, 1.25, 8, 320)),
+        # A decimal factor is exact.
+        *((1, 100, 1.1, 8, 14), (1, 100, 1.1, 10, 11), (1, 10**7, 1.1, 11, 10**6)),
+    ],
+)
+def test_published_capacities(
+    top_k: int, tokens: int, factor: float, experts: int, capacity: int
+) -> None:
+    assert moe_capacity(top_k, tokens, factor, experts) == capacity
+    if tokens == 100:
+        plan = moe_route(torch.randn(tokens, experts), top_k, capacity_factor=factor)
+        assert plan.capacity == capacity and int(plan.tokens_per_expert.max()) <= capacity
 
 
-def test_a_decimal_capacity_factor_is_exact() -> None:
-    assert moe_capacity(1, 100, 1.1, 10) == 11
-    assert moe_capacity(1, 10**7, 1.1, 11) == 10**6
+def test_a_capacity_factor_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="moe_capacity: capacity_factor must be positive"):
         moe_capacity(1, 8, 0.0, 8)
 
