@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from . import engine
-from .arguments import Arguments
-from .functions import Functions
+from .functions import Arguments, Functions
 from .operators import Operators
 
 FUZZERS = {each.name: each for each in (Operators, Functions, Arguments)}

@@ -14,8 +14,7 @@ import torch
 from fusedops._core import extension
 
 from . import engine
-from .arguments import Arguments
-from .functions import Functions
+from .functions import Arguments, Functions
 from .operators import Operators
 
 SECONDS = 5.0

@@ -222,11 +222,6 @@ def test_the_report_has_a_row_for_each_case() -> None:
     assert recorded == collections.Counter({key: count for key, count in known.items() if count})
 
 
-def test_an_unknown_kernel_file_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'relu': there are some for adamw, add_layer_norm"):
-        hot_samples.samples("relu")
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("op", hot_samples.ops())
 def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:

@@ -1,7 +1,6 @@
 """A fuzzer over the schedules of copies and jobs: late, out of order, in pieces, or not at all.
 
-Whatever the schedule, the offloaded optimizer must give the synchronous one's bits. That the
-fuzzer would see a buffer that is reused too early is shown by planting such a fault.
+Whatever the schedule, the offloaded optimizer must give the synchronous one's bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from comparing import assert_same_bits
 from offload_testing import train
 
 from fusedops.optim import AdamW, OffloadedAdamW
-from fusedops.optim._overlap import Bucket, Job, Workers
 from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 SEEDS = range(12)
@@ -123,21 +121,10 @@ def synchronous(params: Any, **options: Any) -> AdamW:
     return AdamW(params, master_weights=True, **options)
 
 
-def differs(seed: int, **options: Any) -> bool:
-    """Whether a schedule changes a bit."""
-    expected = train(synchronous, steps=3, max_norm=0.3, **options)
-    try:
-        assert_same_bits(
-            train(scheduled(Schedule(seed)), steps=3, max_norm=0.3, **options), expected
-        )
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_schedule_changes_a_bit(seed: int) -> None:
-    assert not differs(seed, passes=1 + seed % 2)
+    options = {"steps": 3, "max_norm": 0.3, "passes": 1 + seed % 2}
+    assert_same_bits(train(scheduled(Schedule(seed)), **options), train(synchronous, **options))
 
 
 @pytest.mark.ci
@@ -201,51 +188,3 @@ def test_parameters_are_written_anew_from_their_masters() -> None:
         param.fill_(float("nan"))
     optimizer.restore()
     assert_same_bits(param.detach(), before)
-
-
-class _Later(list):  # type: ignore[type-arg]
-    """Sums that are waited for when they are read, and not before."""
-
-    def __init__(self, wait: Callable[[], list[float]]) -> None:
-        super().__init__()
-        self._wait = wait
-        self._known: list[float] | None = None
-
-    def __iter__(self) -> Iterator[float]:
-        if self._known is None:
-            self._known = self._wait()
-        return iter(self._known)
-
-
-def _reuse_too_early(self: Workers, number: int) -> list[float]:
-    return _Later(lambda: self._queue.wait(number))
-
-
-def _read_too_early(self: Workers, *args: Any) -> list[torch.Tensor]:
-    class Impatient(HostCopyEngine):
-        def copy(self, *args: Any, **options: Any) -> Any:
-            engine.copy(*args, **options)
-            return self.mark()
-
-    engine, self._engine = self._engine, Impatient()
-    try:
-        return _FETCH(self, *args)
-    finally:
-        self._engine = engine
-
-
-def _commit_too_early(self: Workers, bucket: Bucket, job: Job) -> None:
-    bucket.job = job
-    self._given.put(job)
-    job.sums = [0.0] * len(job.gradients)
-    job.finished.set()
-
-
-_FETCH = Workers._fetch
-FAULTS = {"_wait": _reuse_too_early, "_fetch": _read_too_early, "start": _commit_too_early}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_fuzzer_finds_a_planted_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workers, name, FAULTS[name])
-    assert any(differs(seed) for seed in SEEDS)

@@ -185,20 +185,3 @@ def test_clipping_beside_a_step_does_not_wait() -> None:
     with nothing_waits():
         clip_grad_norm_(training.params, 0.5)
         training.optimizer.step()
-
-
-def test_what_a_graph_cannot_have_is_refused() -> None:
-    training = Training(torch.float32, {})
-    training.feed(0)
-    training.step(anew=False)
-    fresh = AdamW(training.params, capturable=True)
-    plain = AdamW(training.params)
-    plain.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match="a step before it"):
-            fresh.step()
-        with pytest.raises(RuntimeError, match="capturable=True"):
-            plain.step()
-        training.step(anew=False)
-    graph.replay()

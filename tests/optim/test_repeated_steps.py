@@ -1,7 +1,7 @@
 """Steps like the one before: what the host copies and looks at, and what a CUDA graph may keep.
 
 No GPU is needed: the tensors are on the CPU, and what is launched is a function that reads the
-tables (``adamw_launches.py``). ``test_graphs.py`` has the same on a GPU.
+tables. ``test_graphs.py`` has the same on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +24,12 @@ from reachable import reachable
 from torch import nn
 
 import fusedops
-from fusedops._core import backends, extension
+from fusedops._core import backends, env, extension
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._repeated import RepeatedStep
 
 pytest.importorskip("triton")
-import adamw_launches
-
-from fusedops.kernels import _pointer_table
+from fusedops.kernels import _pointer_table, adamw, square_sums
 
 needs_library = pytest.mark.skipif(
     extension.cpu_library() is not None, reason="the compiled library looks at the tensors"
@@ -38,7 +37,7 @@ needs_library = pytest.mark.skipif(
 
 
 class Gpu:
-    """Stands for a GPU: what was launched, and what was copied to the device.
+    """Stands for a GPU and for the kernel of a step: what was launched, what was copied to it.
 
     Attributes:
         tables: of the launches of the step, in order: the tensor that the kernel reads.
@@ -54,7 +53,10 @@ class Gpu:
         self.copies = self.allocated = 0
         self.captured = False
 
-    def launched(self, table: torch.Tensor, *_: Any, **__: Any) -> None:
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launched
+
+    def _launched(self, table: torch.Tensor, *_: Any, **__: Any) -> None:
         self.tables.append(table)
         self.rows.append(table.clone())
 
@@ -79,7 +81,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(_pointer_table, "_staging", counted_staging)
     monkeypatch.setattr(_pointer_table, "capturing", lambda device: made.captured)
     monkeypatch.setattr(_pointer_table, "_copies", type(_pointer_table._copies)())
-    with adamw_launches.stand_in(adamw_launches.Launches(made.launched)):
+    monkeypatch.setattr(extension, "triton_missing", lambda: None)
+    monkeypatch.setattr(env, "triton_interpreted", lambda: True)
+    monkeypatch.setattr(adamw, "_step_kernel", made)
+    for owner, name in (
+        (adamw, "_count_kernel"),
+        (square_sums, "_parts_kernel"),
+        (square_sums, "_sums_kernel"),
+    ):
+        monkeypatch.setattr(owner, name, mock.MagicMock())  # whose launches do nothing
+    with fusedops.use_backend("triton"):
         yield made
 
 
