@@ -106,6 +106,7 @@ def test_a_step_of_many_tensors_matches_float64(
         weight_decays=[0.1 * (i % 3) for i in range(count)],
     )
     wide = TensorLists(**{name: _in_float64(value) for name, value in vars(batch).items()})
+    wide.copies = []  # they are rounded from the parameters
     untouched = [copies] if copied else []
     with (
         assert_nothing_written_outside(params, firsts, squares, *untouched),
