@@ -397,17 +397,12 @@ def test_trainer_takes_it(tmp_path: Any) -> None:
 def test_what_it_refuses_is_said_and_nothing_is_written() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
     for arguments, error, words in (
-        ({"capturable": 1}, TypeError, "capturable"),
         ({"differentiable": True}, fusedops.UnsupportedError, "differentiable"),
         ({"state_dtype": torch.float16}, ValueError, "state_dtype"),
         ({"max_norm": 0.0}, ValueError, "max_norm"),
-        ({"max_norm": "1"}, TypeError, "max_norm"),
-        ({"no_decay": "bias"}, TypeError, "no_decay"),
         ({"no_decay": ("*.bias",)}, ValueError, "named"),
         ({"lr": -1.0}, ValueError, "AdamW: lr must be at least 0"),
         ({"foreach": True, "fused": True}, RuntimeError, "fused"),
-        ({"bias_correction": 1}, TypeError, "bias_correction"),
-        ({"master_weights": None}, TypeError, "master_weights"),
     ):
         with pytest.raises(error, match=words):
             AdamW([weight], **arguments)

@@ -315,7 +315,6 @@ def test_bad_input_is_named_and_leaves_the_optimizer_as_it_was(
 def test_wrong_arguments_are_named() -> None:
     weight = nn.Parameter(torch.ones(3))
     for arguments, error, words in (
-        ({"overlap": 1}, TypeError, "overlap"),
         ({"device_fraction": 1.5}, ValueError, "device_fraction"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes"),
         ({"threads": 0}, ValueError, "threads"),
