@@ -7,9 +7,10 @@ The kind of an argument is its annotation. A value is either ``wrong``: it must 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -209,3 +210,51 @@ def complaint(
     pairs = zip(tensors_in(result), tensors_in(meant()), strict=True)
     same = all(torch.equal(got, want) for got, want in pairs)
     return None if same else f"{where}: accepted with another result"
+
+
+def complaints_about(
+    function: Callable[..., Any],
+    names: str | tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    argument: str | None = None,
+    takes_any_number: Iterable[str] = (),
+    nested: bool = True,
+) -> list[str]:
+    """Return what is wrong with how a function takes wrong values for its arguments.
+
+    Args:
+        function: of which a call is known that is right.
+        names: what a message begins with.
+        args: of the right call.
+        kwargs: of the right call.
+        argument: the one to try; all by default, but for those that take any number of values.
+        takes_any_number: arguments that may be NaN and infinite.
+        nested: whether nested tensors are wrong.
+    """
+    found = []
+    for parameter, bound in arguments_of(function, args, kwargs):
+        name, annotation = parameter.name, str(parameter.annotation)
+        if parameter.kind is parameter.VAR_POSITIONAL or argument not in (None, name):
+            continue
+        like = next((arg for arg in bound.args if isinstance(arg, torch.Tensor)), None)
+        like = torch.linspace(-1, 1, 24).view(3, 8) if like is None else like
+        values = values_for(annotation, bound.arguments[name], like)
+        if "float" in annotation and name not in takes_any_number:
+            values += [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
+        for value in values:
+            if value.label.startswith("nested") and not nested:
+                continue
+
+            def call(given: Any, name: str = name, bound: Any = bound) -> Any:
+                bound.arguments[name] = given
+                result = function(*bound.args, **bound.kwargs)
+                # A module's parameters are drawn at random: its constructor is right or refuses.
+                return None if isinstance(result, torch.nn.Module) else result
+
+            passes = functools.partial(call, value.value)
+            found.append(
+                complaint(passes, names, name, value, functools.partial(call, value.means))
+            )
+    return [each for each in found if each is not None]

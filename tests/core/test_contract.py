@@ -33,161 +33,80 @@ def program(rules: contract.Rules, *arguments: tuple[str, str]) -> contract.Prog
     return Contract("op", arguments, rules).program(arguments)
 
 
-def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def f32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
 
 
 BF16, F64 = torch.bfloat16, torch.float64
 NAN = float("nan")
-LEN = "len(list) >= 1"
-ITEM = "k == itemsize(z)"
 
 
-def case(words: str | None, *args: Any, others: str = "", **rules: Any) -> Any:
+def case(words: str | None, rules: str, *args: Any, others: str = "", **more: Any) -> Any:
     """A call with arguments x, w (tensors) and others, its rules, and what refuses it."""
-    tensors = [("Tensor", name) for name in rules if name in ("x", "w")]
+    read = dict(rule.split(": ") for rule in rules.split("; ")) | more
+    tensors = [("Tensor", name) for name in read if name in ("x", "w")]
     kinds = [tuple(part.split()) for part in others.split(",") if part]
-    return pytest.param(rules, [*tensors, *kinds], args, words)
+    return pytest.param(read, [*tensors, *kinds], args, words)
 
 
+VECTORS = "x: T [n]; w: T [n]"
+LISTED = {"others": "int[] list"}
+BROADCAST = "x: T [*a, m]; w: T [*b, m]; c: broadcast(a, b)"
+OF_BROADCASTS = "; d: broadcast(b, c); e: broadcast(d, a); f: broadcast(e, b); g: broadcast(c, f)"
+ALL_THREE = "; h: c[0] + d[0] + e[0] + f[0] + g[0] == 15"
+MODES = {"others": "str mode", "mode": ("sum", "mean")}
+OPTIONAL = {"others": "int k, Tensor? z"}
 CASES = [
-    case(None, tensor(2, 3), tensor(3), x="T [*rows, n]", w="T [n]"),
-    case(r"w must be of shape \[3\]", tensor(2, 3), tensor(2), x="T [*rows, n]", w="T [n]"),
-    case(r"x must be of shape \[\*rows, n\]", tensor(), tensor(2), x="T [*rows, n]", w="T [n]"),
-    case(
-        "w must have dtype float32, got float64",
-        tensor(3),
-        tensor(3, dtype=F64),
-        x="T [n]",
-        w="T [n]",
-    ),
-    case(None, tensor(3, dtype=BF16), tensor(3), x="T [n]", w="param(T) [n]"),
-    case(
-        "w must have dtype float32", tensor(3), tensor(3, dtype=BF16), x="T [n]", w="param(T) [n]"
-    ),
-    case(None, tensor(3, dtype=BF16), tensor(3), x="T [n]", w="stat(T) [n]"),
-    case("w must have dtype float64", tensor(3, dtype=F64), tensor(3), x="T [n]", w="stat(T) [n]"),
-    case("x must have dtype float16 or bfloat16 or", tensor(3, dtype=torch.int64), x="T [n]"),
-    case(None, tensor(3), tensor(0), x="T [n] | [0]", w="T [n] | [0]"),
-    case(r"w must be of shape \[3\] or \[0\]", tensor(3), tensor(1), x="T [n]", w="T [n] | [0]"),
-    case(None, tensor(3, 2), tensor(1, 2), x="T [n, m]", w="T [~n, ~m]"),
-    case(
-        r"w must be of shape \[1 or 3, 1 or 2\]",
-        tensor(3, 2),
-        tensor(2, 2),
-        x="T [n, m]",
-        w="T [~n, ~m]",
-    ),
-    case(None, tensor(3, 2), tensor(1), x="T [*all]", w="T [~...all]"),
-    case("w must be of shape", tensor(3, 2), tensor(3), x="T [*all]", w="T [~...all]"),
-    case("w must be of shape", tensor(3, 2), tensor(1, 3, 2), x="T [*all]", w="T [~...all]"),
-    case(None, tensor(1, 2), tensor(4, 2), x="T [*a, m]", w="T [*b, m]", c="broadcast(a, b)"),
-    case(
-        "c must be sizes that",
-        tensor(3, 2),
-        tensor(4, 2),
-        x="T [*a, m]",
-        w="T [*b, m]",
-        c="broadcast(a, b)",
-    ),
-    case(None, tensor(2), tensor(5), x="T [n]", w="T [2 * n + 1]"),
-    case(r"w must be of shape \[5\]", tensor(2), tensor(4), x="T [n]", w="T [2 * n + 1]"),
-    case("n must be such that n % 2 == 0, got n = 3", tensor(3), x="T [n]", n="n % 2 == 0"),
-    case(
-        "k must be such that .*k = 4, n = 3",
-        tensor(3),
-        4,
-        others="int k",
-        x="T [n]",
-        k="1 <= k <= n",
-    ),
-    case(
-        "p must be a number such that", tensor(3), 1.0, others="float p", x="T [n]", p="0 <= p < 1"
-    ),
-    case(
-        "p must be a number such that", tensor(3), NAN, others="float p", x="T [n]", p="0 <= p < 1"
-    ),
-    case(
-        "mode .*did you mean 'mean'",
-        tensor(3),
-        "meen",
-        others="str mode",
-        x="T [n]",
-        mode=("sum", "mean"),
-    ),
+    case(None, "x: T [*rows, n]; w: T [n]", f32(2, 3), f32(3)),
+    case(r"w must be of shape \[3\]", "x: T [*rows, n]; w: T [n]", f32(2, 3), f32(2)),
+    case(r"x must be of shape \[\*rows, n\]", "x: T [*rows, n]; w: T [n]", f32(), f32(2)),
+    case("w must have dtype float32, got float64", VECTORS, f32(3), f32(3).double()),
+    case(None, "x: T [n]; w: param(T) [n]", f32(3).bfloat16(), f32(3)),
+    case("w must have dtype float32", "x: T [n]; w: param(T) [n]", f32(3), f32(3).bfloat16()),
+    case(None, "x: T [n]; w: stat(T) [n]", f32(3).bfloat16(), f32(3)),
+    case("w must have dtype float64", "x: T [n]; w: stat(T) [n]", f32(3).double(), f32(3)),
+    case("x must have dtype float16 or bfloat16 or", "x: T [n]", f32(3).long()),
+    case(None, "x: T [n] | [0]; w: T [n] | [0]", f32(3), f32(0)),
+    case(r"w must be of shape \[3\] or \[0\]", "x: T [n]; w: T [n] | [0]", f32(3), f32(1)),
+    case(None, "x: T [n, m]; w: T [~n, ~m]", f32(3, 2), f32(1, 2)),
+    case(r".*shape \[1 or 3, 1 or 2\]", "x: T [n, m]; w: T [~n, ~m]", f32(3, 2), f32(2, 2)),
+    case(None, "x: T [*all]; w: T [~...all]", f32(3, 2), f32(1)),
+    case("w must be of shape", "x: T [*all]; w: T [~...all]", f32(3, 2), f32(3)),
+    case("w must be of shape", "x: T [*all]; w: T [~...all]", f32(3, 2), f32(1, 3, 2)),
+    case(None, BROADCAST, f32(1, 2), f32(4, 2)),
+    case("c must be sizes that", BROADCAST, f32(3, 2), f32(4, 2)),
+    case(None, "x: T [n]; w: T [2 * n + 1]", f32(2), f32(5)),
+    case(r"w must be of shape \[5\]", "x: T [n]; w: T [2 * n + 1]", f32(2), f32(4)),
+    case("n must be such that n % 2 == 0, got n = 3", "x: T [n]; n: n % 2 == 0", f32(3)),
+    case("k must be such .*k = 4, n = 3", "x: T [n]; k: 1 <= k <= n", f32(3), 4, others="int k"),
+    case("p must be a number", "x: T [n]; p: 0 <= p < 1", f32(3), 1.0, others="float p"),
+    case("p must be a number", "x: T [n]; p: 0 <= p < 1", f32(3), NAN, others="float p"),
+    case("mode .*did you mean 'mean'", "x: T [n]", f32(3), "meen", **MODES),
     case(
         None,
-        tensor(0),
+        "n: 2 + 1; x: T [n if mode == 'all' else 0]",
+        f32(0),
         "none",
         others="str mode",
-        n="2 + 1",
-        x="T [n if mode == 'all' else 0]",
         mode=("all", "none"),
     ),
-    case(None, tensor(2, 3), [2, 3], others="int[] list", x="T [*list]", list=LEN),
-    case("list must be such that", tensor(), [], others="int[] list", x="T [*list]", list=LEN),
-    case(
-        "list must be such that",
-        tensor(2),
-        [2],
-        others="int[] list",
-        x="T [n]",
-        list="list[1] == n",
-    ),
-    case("x must have dtype bfloat16", tensor(2), BF16, others="ScalarType dtype", x="dtype [n]"),
-    case(
-        "dtype must be a floating", tensor(2), torch.int8, others="ScalarType dtype", x="dtype [n]"
-    ),
-    case("w must be a torch.Tensor, got None", tensor(3), None, x="T [n]", w="T [n]"),
-    case(
-        "w must be on cpu, the device of x", tensor(3), tensor(3).to("meta"), x="T [n]", w="T [n]"
-    ),
-    case(
-        None,
-        tensor(3, 2),
-        tensor(1, 2),
-        x="T [*a, m]",
-        w="T [*b, m]",
-        c="broadcast(a, b)",
-        d="broadcast(b, c)",
-        e="broadcast(d, a)",
-        f="broadcast(e, b)",
-        g="broadcast(c, f)",
-        h="c[0] + d[0] + e[0] + f[0] + g[0] == 15",
-    ),
-    case(None, tensor(3), 8, None, others="int k, Tensor? z", x="T [n]", z="T [n]", k=ITEM),
-    case(
-        "k must be",
-        tensor(3),
-        8,
-        tensor(3),
-        others="int k, Tensor? z",
-        x="T [n]",
-        z="T [n]",
-        k=ITEM,
-    ),
-    case(
-        r"w must be of shape \[n // k\]",
-        tensor(3),
-        tensor(3),
-        0,
-        others="int k",
-        x="T [n]",
-        w="T [n // k]",
-    ),
-    case("part must be such that n // k", tensor(3), 0, others="int k", x="T [n]", part="n // k"),
+    case(None, "x: T [*list]; list: len(list) >= 1", f32(2, 3), [2, 3], **LISTED),
+    case("list must be such that", "x: T [*list]; list: len(list) >= 1", f32(), [], **LISTED),
+    case("list must be such that", "x: T [n]; list: list[1] == n", f32(2), [2], **LISTED),
+    case("x must have dtype bfloat16", "x: dtype [n]", f32(2), BF16, others="ScalarType dtype"),
+    case("dtype must be a float", "x: dtype [n]", f32(2), torch.int8, others="ScalarType dtype"),
+    case("w must be a torch.Tensor, got None", VECTORS, f32(3), None),
+    case("w must be on cpu, the device of x", VECTORS, f32(3), f32(3).to("meta")),
+    case(None, BROADCAST + OF_BROADCASTS + ALL_THREE, f32(3, 2), f32(1, 2)),
+    case(None, "x: T [n]; z: T [n]; k: k == itemsize(z)", f32(3), 8, None, **OPTIONAL),
+    case("k must be", "x: T [n]; z: T [n]; k: k == itemsize(z)", f32(3), 8, f32(3), **OPTIONAL),
+    case(r".*shape \[n // k\]", "x: T [n]; w: T [n // k]", f32(3), f32(3), 0, others="int k"),
+    case("part must be such that n // k", "x: T [n]; part: n // k", f32(3), 0, others="int k"),
 ]
 # What decides where one operand cannot be computed (k // 0) or is not known (m), for k = 1.
+TWO = "int k, int zero"
 CASES += [
-    case(
-        None if allowed else "k must be such",
-        tensor(3),
-        1,
-        0,
-        others="int k, int zero",
-        x="T [n]",
-        k=rule,
-    )
+    case(None if allowed else "k must be such", "x: T [n]", f32(3), 1, 0, others=TWO, k=rule)
     for rule, allowed in {
         "k == 1 or k // zero": True,
         "k // zero or k == 1": False,
@@ -263,9 +182,9 @@ def test_rules_mean_the_same_in_cpp(
 def test_what_is_not_given_is_not_asked() -> None:
     rules = {"x": "T [n]", "w": "T [m]", "m": "m == 2 * n"}
     checked = program(rules, ("Tensor", "x"), ("Tensor?", "w"))
-    checked.check((tensor(3), None))
+    checked.check((f32(3), None))
     with pytest.raises(ValueError, match="m must be such that"):
-        checked.check((tensor(3), tensor(3)))
+        checked.check((f32(3), f32(3)))
 
 
 def test_an_argument_without_a_rule_is_told() -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import CONTEXT
+from process_pool import start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -103,10 +103,7 @@ class Forks:
     def run(self, page: Path, blocks: Sequence[Block], folder: Path) -> None:
         """Run the blocks of a page in a process of its own; raise if one fails."""
         if self._connection is None:
-            self._connection, theirs = CONTEXT.Pipe()
-            self._process = CONTEXT.Process(target=_fork_for_pages, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
+            self._process, self._connection = start_process(_fork_for_pages)
         self._connection.send((str(page), blocks, str(folder)))
         failure = _answer(self._connection, time.monotonic() + TIMEOUT)
         if failure is not None:
@@ -153,23 +150,19 @@ def _answer(connection: Connection, deadline: float) -> str | None:
 
 def run_on_ranks(page: Path, blocks: Sequence[Block], folder: Path, ranks: int) -> None:
     """Run the blocks of a page as torchrun would; raise if a rank fails."""
-    connections, processes = [], []
+    started = []
     for rank in range(ranks):
-        mine, theirs = CONTEXT.Pipe()
         own = folder / str(rank)
         own.mkdir()
-        arguments = (theirs, str(page), blocks, str(own), rank, ranks, str(folder / "store"))
-        processes.append(CONTEXT.Process(target=_run_rank, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        connections.append(mine)
+        arguments = (str(page), blocks, str(own), rank, ranks, str(folder / "store"))
+        started.append(start_process(_run_rank, *arguments))
     deadline = time.monotonic() + TIMEOUT
     try:
-        for rank, connection in enumerate(connections):
+        for rank, (_, connection) in enumerate(started):
             failure = _answer(connection, deadline)
             assert failure is None, f"{page.name}, rank {rank} of {ranks}: {failure}"
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
             process.join()
 
@@ -256,34 +249,10 @@ def _page(*lines: str) -> list[Block]:
     return blocks_of("\n".join(lines) + "\n")
 
 
-def test_blocks_share_a_namespace_and_hidden_code_comes_first(run: Run) -> None:
-    blocks = _page(
-        "<!-- run first:",
-        "number = 3",
-        "-->",
-        "```python",
-        "double = 2 * number",
-        "```",
-        "* In a list:",
-        "",
-        "  ```python",
-        "  assert double == 6",
-        "  ```",
-    )
-    assert [block.line for block in blocks] == [2, 5, 10]
-    run(Path("page.md"), blocks)
-
-
 def test_a_block_that_does_not_run_fails_with_its_line(run: Run) -> None:
     blocks = _page("# Title", "", "```python", "x = 1", "y = x / 0", "```")
     with pytest.raises(AssertionError, match='page.md", line 5(?s:.*)ZeroDivisionError'):
         run(Path("page.md"), blocks)
-
-
-def test_a_marked_block_is_left_out(run: Run) -> None:
-    blocks = _page("<!-- not run: needs a GPU -->", "```python", "1 / 0", "```")
-    assert [block.not_run for block in blocks] == ["needs a GPU"]
-    run(Path("page.md"), blocks)
 
 
 @pytest.mark.parametrize(
@@ -297,21 +266,6 @@ def test_a_marked_block_is_left_out(run: Run) -> None:
 def test_a_marker_needs_a_reason_and_a_block(lines: tuple[str, ...], says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         _page(*lines)
-
-
-def test_a_block_for_torchrun_runs_on_its_processes(run: Run) -> None:
-    blocks = _page(
-        "```python",
-        "# torchrun --nproc-per-node 2 sum.py",
-        "import torch",
-        "import torch.distributed as dist",
-        'dist.init_process_group("gloo")',
-        "ranks = torch.tensor(dist.get_rank())",
-        "dist.all_reduce(ranks)",
-        "assert (int(ranks), dist.get_world_size()) == (1, 2)",
-        "```",
-    )
-    run(Path("page.md"), blocks)
 
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

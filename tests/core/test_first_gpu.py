@@ -204,7 +204,7 @@ def test_torch_triton_and_pytest_are_enough() -> None:
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     files = first_gpu.gpu_files()
     assert "tests/ops/test_all_ops.py" in files and "tests/parallel/test_gpu.py" in files
-    assert "tests/core/test_lint_names.py" not in files
+    assert "tests/core/test_lints.py" not in files
 
 
 def test_a_fake_lies_in_memory_as_its_tensor_does() -> None:

@@ -41,6 +41,9 @@ def test_ptxas_output_is_parsed() -> None:
     assert cuda_report.parse(PTXAS + PTXAS) == [first, second]
 
 
+Rows = list[report_table.Row]
+
+
 def row(**changes: str) -> report_table.Row:
     usual = {"kernel": "k", "arch": "sm_90", "registers": "32", "shared": "0"}
     return usual | changes
@@ -59,68 +62,99 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> report_table.Table
     )
 
 
-def test_unchanged_or_lower_figures_pass(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+def changed(table: report_table.Table, **changes: object) -> report_table.Table:
+    return report_table.Table(**{**vars(table), **changes})
+
+
+NEWER = {"compiler": "compiler 2"}
+# What the table is (besides a row of the kernel j), rows that are written, rows that are compared,
+# what the table is then, and the words of what is wrong; without any nothing is.
+COMPARED: dict[str, tuple[dict[str, object], Rows, Rows, dict[str, object], list[str]]] = {
+    "unchanged": ({}, [row()], [row()], {}, []),
+    "lower": ({}, [row()], [row(registers="30")], {}, []),
+    "risen": ({}, [row()], [row(registers="40")], {}, ["k sm_90: registers rose from 32 to 40"]),
+    "come and gone": (
+        {},
+        [row()],
+        [row(kernel="other")],
+        {},
+        ["other sm_90: a new kernel", "k sm_90: the kernel of this row is gone"],
+    ),
+    "no table": ({}, [], [row()], {}, [""]),
+    "of another compiler": ({}, [row()], [row(registers="40")], NEWER, []),
+    "rules hold for any compiler": ({}, [row()], [row(registers="101")], NEWER, ["too many"]),
+    "one name": ({}, [row()], [row(), row()], {}, ["k sm_90: two rows of this name"]),
+    "same sources": (
+        {"digest": "digest"},
+        [row(digest="1a"), row(kernel="j", digest="2b")],
+        [row(digest="1a"), row(kernel="j", digest="2b")],
+        {},
+        [],
+    ),
+    "other sources of the same figures": (
+        {"digest": "digest"},
+        [row(digest="1a"), row(kernel="j", digest="2b")],
+        [row(digest="3c"), row(kernel="j", digest="2b")],
+        {},
+        ["k sm_90: changed after the row was written"],
+    ),
+    "may rise": (
+        {"not_below": ("estimate",)},
+        [row(estimate="61"), row(kernel="j", estimate="")],
+        [row(estimate="70"), row(kernel="j", estimate="")],
+        {},
+        [],
+    ),
+    "must not fall": (
+        {"not_below": ("estimate",)},
+        [row(estimate="61"), row(kernel="j", estimate="")],
+        [row(estimate="60"), row(kernel="j", estimate="")],
+        {},
+        ["k sm_90: estimate fell from 61 to 60"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_table_is_compared_with_what_compiles_now(
+    name: str, table: report_table.Table, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report_table.finish(table, [row()], check=False) == 0
-    assert report_table.finish(table, [row()], check=True) == 0
-    assert report_table.finish(table, [row(registers="30")], check=True) == 0
+    kind, written, compared, then, words = COMPARED[name]
+    table = changed(table, **kind)
+    if written:
+        assert report_table.finish(table, written, check=False) == 0
+    assert report_table.finish(changed(table, **then), compared, check=True) == bool(words)
+    said = capsys.readouterr().err
+    assert all(each in said for each in words)
 
 
-def test_risen_figures_fail_with_both_numbers(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report_table.finish(table, [row()], check=False)
-    assert report_table.finish(table, [row(registers="40")], check=True) == 1
-    assert "k sm_90: registers rose from 32 to 40" in capsys.readouterr().err
-
-
-def test_kernels_that_come_or_go_fail(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report_table.finish(table, [row()], check=False)
-    assert report_table.finish(table, [row(kernel="other")], check=True) == 1
-    message = capsys.readouterr().err
-    assert "other sm_90: a new kernel" in message
-    assert "k sm_90: the kernel of this row is gone" in message
-
-
-def test_figures_of_another_compiler_are_not_compared_but_rules_hold(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report_table.finish(table, [row()], check=False)
-    newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
-    assert report_table.finish(newer, [row(registers="40")], check=True) == 0
-    assert report_table.finish(newer, [row(registers="101")], check=True) == 1
-
-
-def digested(table: report_table.Table) -> report_table.Table:
-    return report_table.Table(**{**vars(table), "digest": "digest"})
-
-
-def test_a_row_of_other_sources_is_stale_though_its_figures_are_the_same(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = digested(table)
-    report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="2b")], check=False)
-    assert (
-        report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="2b")], check=True)
-        == 0
-    )
-    assert (
-        report_table.finish(table, [row(digest="3c"), row(kernel="j", digest="2b")], check=True)
-        == 1
-    )
-    assert "k sm_90: changed after the row was written" in capsys.readouterr().err
+def test_rows_of_one_name_are_not_written(table: report_table.Table) -> None:
+    assert report_table.finish(table, [row(), row()], check=False) == 1
 
 
 def test_figures_are_kept_by_digest_for_one_compiler(table: report_table.Table) -> None:
-    table = digested(table)
+    table = changed(table, digest="digest")
     assert report_table.figures(table) == {}
     report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="")], check=False)
     assert report_table.figures(table) == {"1a": {"registers": "32", "shared": "0"}}
-    newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
-    assert report_table.figures(newer) == {}
+    assert report_table.figures(changed(table, **NEWER)) == {}
+
+
+def test_rows_of_one_op_are_written_and_compared_alone(
+    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only(each: report_table.Row) -> bool:
+        return each["kernel"] == "k"
+
+    report_table.finish(table, [row(), row(kernel="other")], check=False)
+    assert report_table.finish(table, [row(registers="40")], check=True, only=only) == 1
+    assert "gone" not in capsys.readouterr().err
+    assert report_table.finish(table, [row(registers="40")], check=False, only=only) == 0
+    both = [row(registers="40"), row(kernel="other")]
+    assert report_table.finish(table, both, check=True) == 0
+    newer = changed(table, **NEWER)
+    assert report_table.finish(newer, [row()], check=False, only=only) == 1
+    assert "write all of it anew" in capsys.readouterr().err
 
 
 def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
@@ -206,39 +240,6 @@ def test_nvcc_compiles_for_the_gpus_that_it_knows() -> None:
     assert newer[2:] == [f"-gencode=arch=compute_{each},code=sm_{each}" for each in (100, 120)]
 
 
-def test_rows_of_one_op_are_written_and_compared_alone(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def only(each: report_table.Row) -> bool:
-        return each["kernel"] == "k"
-
-    report_table.finish(table, [row(), row(kernel="other")], check=False)
-    assert report_table.finish(table, [row(registers="40")], check=True, only=only) == 1
-    assert "gone" not in capsys.readouterr().err
-    assert report_table.finish(table, [row(registers="40")], check=False, only=only) == 0
-    both = [row(registers="40"), row(kernel="other")]
-    assert report_table.finish(table, both, check=True) == 0
-    newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
-    assert report_table.finish(newer, [row()], check=False, only=only) == 1
-    assert "write all of it anew" in capsys.readouterr().err
-
-
-def test_missing_table_fails(table: report_table.Table, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_table.finish(table, [row()], check=True) == 1
-
-
-def test_a_figure_that_must_not_fall_fails(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = report_table.Table(**{**vars(table), "not_below": ("estimate",)})
-    report_table.finish(table, [row(estimate="61"), row(kernel="j", estimate="")], check=False)
-    risen = [row(estimate="70"), row(kernel="j", estimate="")]
-    assert report_table.finish(table, risen, check=True) == 0
-    fallen = [row(estimate="60"), row(kernel="j", estimate="")]
-    assert report_table.finish(table, fallen, check=True) == 1
-    assert "k sm_90: estimate fell from 61 to 60" in capsys.readouterr().err
-
-
 def test_rules_of_triton_kernels() -> None:
     usual = {"arch": "sm_90", "stack": "0", "shared": "0", "matrix": "1", "case": "BLOCK_M=64"}
     usual |= {"repeated": "1", "calls": "0"}
@@ -254,13 +255,6 @@ def test_rules_of_triton_kernels() -> None:
     assert "shared memory" in kernel_report.problems(large)[0]
     twice = usual | counts | {"wgmma": "8", "repeated": "2"}
     assert "computed 2 times" in kernel_report.problems(twice)[0]
-
-
-def test_rows_of_one_name_fail(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report_table.finish(table, [row(), row()], check=False) == 1
-    assert "k sm_90: two rows of this name" in capsys.readouterr().err
 
 
 def test_cases_of_one_label_are_named_by_what_differs() -> None:

@@ -22,6 +22,7 @@ import fusedops
 from fusedops._core import backends, env, extension, launch_plans
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import fresh, run
+from fusedops.specs.recorder import RecordOps
 
 pytest.importorskip("triton")
 if env.triton_interpreted():
@@ -47,19 +48,6 @@ def gpu(folder: Path) -> Iterator[stand_in_cuda.Gpu]:
         fusedops.reset_counters()
         yield gpu
         gpu.fail(0)
-
-
-class _Calls(TorchDispatchMode):
-    """Notes the calls of our operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fusedops":
-            self.calls.append((func._opname, args))
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -90,10 +78,11 @@ def calls_of(name: str, dtype: torch.dtype) -> list[Call]:
     """Return the operators, forward and backward, that the first sample of an op calls."""
     with fusedops.use_backend("torch"), torch.enable_grad():
         sample = fresh(SPECS[name].samples(torch.device("cpu"), dtype)[0])
-        with _Calls() as recorded:
+        with RecordOps() as recorded:
             run(SPECS[name].op, sample)
     with_triton = []
-    for op, args in recorded.calls:
+    for func, args in recorded.calls:
+        op = func._opname
         kernels = backends._KERNELS.get(op.removesuffix("_backward"))
         if kernels is not None and kernels.triton is not None:
             with_triton.append((op, args))

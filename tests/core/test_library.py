@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops._core import backends, extension
@@ -45,21 +44,6 @@ def _run(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_nothing_is_saved_without_a_gradient() -> None:
-    x, weight, bias = _leaves()
-    with torch.no_grad():
-        assert fusedops.layer_norm(x, (16,), weight, bias).grad_fn is None
-    assert fusedops.layer_norm(x.detach(), (16,)).grad_fn is None
-
-
-def test_saved_bytes_are_input_weight_and_two_numbers_a_row() -> None:
-    x, weight, bias = _leaves()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        fusedops.layer_norm(x, (16,), weight, bias)
-    assert sorted(each.numel() for each in saved) == [6, 6, 16, 96]
-
-
 def test_second_backward_without_retain_graph_is_an_error() -> None:
     x, weight, bias = _leaves()
     loss = fusedops.layer_norm(x, (16,), weight, bias).sum()
@@ -85,21 +69,6 @@ def test_forward_mode_is_refused_not_dropped() -> None:
             fusedops.layer_norm(dual, (16,), weight, bias)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_gives_the_same_bits(use_reentrant: bool) -> None:
-    leaves = _leaves()
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return fusedops.layer_norm(x, (16,), *leaves[1:]).square()
-
-    plain = torch.autograd.grad(block(leaves[0]).sum(), leaves)
-    for leaf in leaves:
-        leaf.grad = None
-    checkpoint(block, leaves[0], use_reentrant=use_reentrant).sum().backward()
-    for leaf, want in zip(leaves, plain, strict=True):
-        assert leaf.grad is not None and torch.equal(leaf.grad, want)
-
-
 def test_backend_request_nests_and_ends() -> None:
     x = torch.randn(2, 4)
     fusedops.reset_counters()
@@ -111,11 +80,6 @@ def test_backend_request_nests_and_ends() -> None:
             fusedops.layer_norm(x, (4,))
     fusedops.layer_norm(x, (4,))
     assert fusedops.counters() == {("layer_norm", "cpp"): 3, ("layer_norm", "torch"): 1}
-
-
-def test_unknown_op_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'layernorm'.*did you mean 'layer_norm'"):
-        fusedops.resolve("layernorm", torch.ones(1))
 
 
 @needs_cpu_library
@@ -214,7 +178,9 @@ def test_every_public_name_is_listed() -> None:
     assert {"Any", "importlib", "annotations"}.isdisjoint(dir(fusedops))
 
 
-def test_unknown_backend_is_named_with_the_nearest() -> None:
+def test_unknown_names_are_told_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'layernorm'.*did you mean 'layer_norm'"):
+        fusedops.resolve("layernorm", torch.ones(1))
     with pytest.raises(ValueError, match="'tritn'.*did you mean 'triton'"):
         with fusedops.use_backend("tritn"):
             pass
@@ -341,19 +307,6 @@ from fusedops.specs import all_specs, tensors_in
 
 print(fusedops._core.extension.cpu_library())
 for name, spec in all_specs().items():
-    for sample in spec.samples(torch.device("cpu"), torch.float64):
-        if sample.random or not sample.leaves or sample.leaves[0].numel() > 300:
-            continue
-
-        def function(*leaves):
-            new = dict(zip(map(id, sample.leaves), leaves))
-            call = sample.map(lambda tensor: new.get(id(tensor), tensor))
-            outputs = tensors_in(spec.op(*call.args, **call.kwargs))
-            return tuple(each for each in outputs if each.is_floating_point())
-
-        assert torch.autograd.gradcheck(function, tuple(sample.leaves), fast_mode=True)
-        if spec.double_backward:
-            assert torch.autograd.gradgradcheck(function, tuple(sample.leaves), fast_mode=True)
     sample = spec.samples(torch.device("cpu"), torch.float32)[0]
     with torch.autocast("cpu", torch.bfloat16):
         mine = spec.op(*sample.args, **sample.kwargs)

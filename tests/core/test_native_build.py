@@ -267,19 +267,21 @@ def test_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         native.compiler()
 
 
-def small_project(folder: Path) -> Path:
-    """Lay out a project whose only native source is one function."""
+def small_project(folder: Path, *, host: bool = False) -> Path:
+    """Lay out a project whose only native sources are functions of the standard library."""
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(native.ROOT / name, folder)
     shutil.copytree(native.ROOT / "tools", folder / "tools")
-    (folder / "README.md").write_text("fusedops\n")
-    (folder / "csrc" / "cpu" / "numbers").mkdir(parents=True)
-    (folder / "csrc" / "one.cpp").write_text("int one() { return 1; }\n")
-    (folder / "csrc" / "cpu" / "numbers" / "two.isa.cpp").write_text(
-        "namespace CPU_CAPABILITY { int two() { return 2; } }\n"
-    )
-    (folder / "fusedops").mkdir()
-    (folder / "fusedops" / "__init__.py").touch()
+    sources = {
+        "README.md": "fusedops\n",
+        "csrc/one.cpp": "#include <cmath>\nint one() { return 1; }\n",
+        "csrc/cpu/numbers/two.isa.cpp": "#include <cmath>\nnamespace CPU_CAPABILITY {"
+        " int two() { return 2; } double exponential(double x) { return std::exp(x); } }\n",
+        "fusedops/__init__.py": "",
+    } | ({"csrc/host/module.cpp": "int three() { return 3; }\n"} if host else {})
+    for name, source in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(source)
     return folder
 
 

@@ -62,23 +62,33 @@ def test_a_stamp_fits_a_torch(built: str, version: str, fits: bool) -> None:
     assert library_fit.fits_torch(built, version) == fits
 
 
-def test_another_torch_is_said_with_the_versions_that_are_served(tmp_path: Path) -> None:
-    made(tmp_path, "2.9", "2.11", "2.13")
-    said = library_fit.why_missing(tmp_path, LIBRARY, "2.99.0")
-    assert "serve torch 2.9 to 2.13, and this is torch 2.99.0" in said
-    assert "the wheel of another release" in said and "'torch==2.13.*'" in said
-    assert "\n" not in said
-    made(tmp_path / "one", "2.13")
-    assert "serve torch 2.13, and" in library_fit.why_missing(tmp_path / "one", LIBRARY, "2.99.0")
+SERVED = ("serve torch 2.9 to 2.13, and this is torch 2.99.0", "'torch==2.13.*'")
+GLIBC, MUSL = ("glibc", "2.36"), ("", "")
+
+
+@pytest.mark.parametrize(
+    ("versions", "library", "version", "words"),
+    [
+        (("2.9", "2.11", "2.13"), LIBRARY, "2.99.0", (*SERVED, "the wheel of another release")),
+        (("2.13",), LIBRARY, "2.99.0", ("serve torch 2.13, and",)),
+        (("2.13",), "libfusedops_cuda.so", "2.13.0", ("have no libfusedops_cuda.so", "Triton")),
+    ],
+    ids=["several", "one", "cuda"],
+)
+def test_what_is_missing_is_said_with_what_is_there(
+    tmp_path: Path, versions: tuple[str, ...], library: str, version: str, words: tuple[str, ...]
+) -> None:
+    said = library_fit.why_missing(made(tmp_path, *versions), library, version)
+    assert all(each in said for each in words) and "\n" not in said
 
 
 @pytest.mark.parametrize(
     ("system", "libc", "machine", "said"),
     [
-        ("linux", ("", ""), "x86_64", "musl"),
-        ("linux", ("glibc", "2.36"), "riscv64", "riscv64 processors"),
-        ("darwin", ("", ""), "arm64", "Darwin"),
-        ("linux", ("glibc", "2.36"), "aarch64", "manylinux_2_28_aarch64.whl`"),
+        ("linux", MUSL, "x86_64", "musl"),
+        ("linux", GLIBC, "riscv64", "riscv64 processors"),
+        ("darwin", MUSL, "arm64", "Darwin"),
+        ("linux", GLIBC, "aarch64", "manylinux_2_28_aarch64.whl`"),
     ],
 )
 def test_a_wheel_without_libraries_says_why_and_what_to_do(
@@ -103,9 +113,9 @@ def test_a_wheel_without_libraries_says_why_and_what_to_do(
 @pytest.mark.parametrize(
     ("machine", "libc", "said"),
     [
-        ("aarch64", ("glibc", "2.36"), "was built for x86_64 processors, and this is aarch64"),
-        ("x86_64", ("", ""), "another C library (musl?)"),
-        ("x86_64", ("glibc", "2.36"), None),
+        ("aarch64", GLIBC, "was built for x86_64 processors, and this is aarch64"),
+        ("x86_64", MUSL, "another C library (musl?)"),
+        ("x86_64", GLIBC, None),
     ],
 )
 def test_a_library_of_another_system_is_not_loaded(
@@ -115,12 +125,6 @@ def test_a_library_of_another_system_is_not_loaded(
     monkeypatch.setattr(platform, "libc_ver", lambda: libc)
     reason = library_fit.wrong_system({"machine": "x86_64"})
     assert (reason is None) if said is None else (reason is not None and said in reason)
-
-
-def test_a_wheel_without_cuda_kernels_says_that_triton_runs(tmp_path: Path) -> None:
-    made(tmp_path, "2.13")
-    said = library_fit.why_missing(tmp_path, "libfusedops_cuda.so", "2.13.0")
-    assert "wheels have no libfusedops_cuda.so" in said and "Triton" in said
 
 
 IMPORT = """

@@ -14,6 +14,7 @@ import portable
 import pytest
 import torch
 from release import environments, page
+from test_native_build import small_project
 
 ROOT = native.ROOT
 COMMON = {"python": "3.12.1", "torch": "2.13.0+cu130", "libc": "glibc 2.36", "doctor": "passed"}
@@ -73,24 +74,6 @@ def test_the_sdist_lists_files_that_exist() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def small_project(folder: Path) -> Path:
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "tools", folder / "tools")
-    (folder / "README.md").write_text("fusedops\n")
-    (folder / "csrc" / "cpu" / "numbers").mkdir(parents=True)
-    (folder / "csrc" / "host").mkdir()
-    (folder / "csrc" / "one.cpp").write_text("#include <cmath>\ndouble one() { return 1; }\n")
-    (folder / "csrc" / "cpu" / "numbers" / "two.isa.cpp").write_text(
-        "#include <cmath>\n"
-        "namespace CPU_CAPABILITY { double two(double x) { return std::exp(x); } }\n"
-    )
-    (folder / "csrc" / "host" / "module.cpp").write_text("int three() { return 3; }\n")
-    (folder / "fusedops").mkdir()
-    (folder / "fusedops" / "__init__.py").touch()
-    return folder
-
-
 def wheel_of(folder: Path, torches: str) -> Path:
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "bdist_wheel"],
@@ -105,7 +88,7 @@ def wheel_of(folder: Path, torches: str) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_without_libraries_fits_every_system(tmp_path: Path) -> None:
-    wheel = wheel_of(small_project(tmp_path), "none")
+    wheel = wheel_of(small_project(tmp_path, host=True), "none")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
@@ -124,7 +107,7 @@ def test_a_wheel_has_a_library_for_each_torch(tmp_path: Path) -> None:
         folders.append(str(folder.parent))
     project = tmp_path / "project"
     project.mkdir()
-    wheel = wheel_of(small_project(project), os.pathsep.join(folders))
+    wheel = wheel_of(small_project(project, host=True), os.pathsep.join(folders))
     assert "-cp311-abi3-" in wheel.name
     names = {name for name in zipfile.ZipFile(wheel).namelist() if "/lib/" in name}
     assert names == {

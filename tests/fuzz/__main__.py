@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from . import engine
-from .arguments import Arguments
-from .functions import Functions
+from .functions import Arguments, Functions
 from .operators import Operators
 
 FUZZERS = {each.name: each for each in (Operators, Functions, Arguments)}
@@ -40,11 +39,9 @@ def main() -> int:
         folder=Path("out/fuzz"),
         processes=asked.processes,
         first=asked.first,
-        progress=True,
     )
     for finding in report.findings[:3]:
-        print(f"--- {finding.op}: {finding.outcome}; again: {finding.again}")
-        print(f"{finding.snippet}\n{finding.log}")
+        print(f"--- {finding}")
     print(report)
     return bool(report.findings)
 

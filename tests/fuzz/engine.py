@@ -2,8 +2,7 @@
 
 A call is made from the seed and its number alone. A child writes the number of the call in flight
 into shared memory before it runs it; where the child dies or hangs, the parent knows which call it
-was, runs it once more in a child of its own, and goes on behind it. What a child counts stands in
-shared memory too: a death loses nothing.
+was, and goes on behind it. What a child counts stands in shared memory too: a death loses nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import collections
 import faulthandler
 import gc
-import json
 import mmap
 import os
 import random
@@ -21,7 +19,7 @@ import struct
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -29,16 +27,8 @@ import torch
 
 # Kinds of outcome of a call that is no finding; an exception of another type is counted as "other".
 OUTCOMES = (
-    "returned",
-    "skipped",
-    "ValueError",
-    "TypeError",
-    "IndexError",
-    "RuntimeError",
-    "UnsupportedError",
-    "NotImplementedError",
-    "OutOfMemoryError",
-    "other",
+    *("returned", "skipped", "ValueError", "TypeError", "IndexError", "RuntimeError"),
+    *("UnsupportedError", "NotImplementedError", "OutOfMemoryError", "other"),
 )
 # No call needs more: an allocation beyond it is refused as on a full machine. The sanitizers' own
 # shadow memory is larger, and they have a limit of their own (tools/sanitized.py).
@@ -65,21 +55,22 @@ class Fuzzer(Protocol):
             WrongResultError: the result is wrong.
         """
 
-    def describe(self, rng: random.Random) -> tuple[str, str]:
-        """Return the op of the call that ``run`` makes of ``rng``, and code that makes it."""
+    def describe(self, rng: random.Random) -> str:
+        """Return the op of the call that ``run`` makes of ``rng``, and its arguments."""
 
 
 @dataclass
 class Finding:
     """A call that must not end as it did."""
 
-    op: str
-    outcome: str
     index: int
-    seed: int
-    again: str
-    snippet: str
+    outcome: str
+    call: str
+    again: str  # the command that makes it again
     log: str
+
+    def __str__(self) -> str:
+        return f"call {self.index} {self.outcome}: {self.call}\n{self.again}\n{self.log}"
 
 
 @dataclass
@@ -98,17 +89,11 @@ class Report:
         return sum(self.counts.values()) + len(self.findings)
 
     def __str__(self) -> str:
-        rate = self.calls / max(self.seconds, 1e-9)
         counts = ", ".join(f"{count} {name}" for name, count in self.counts.most_common())
-        lines = [
-            f"{self.fuzzer}: seed {self.seed}, {self.calls} calls in {self.seconds:.0f} s "
-            f"({rate:.0f} a second): {counts or 'nothing'}; {len(self.findings)} findings"
-        ]
-        by_kind = collections.Counter((finding.op, finding.outcome) for finding in self.findings)
-        for (op, outcome), count in by_kind.most_common():
-            first = next(f for f in self.findings if (f.op, f.outcome) == (op, outcome))
-            lines.append(f"  {count} x {op}: {outcome}, first at call {first.index}")
-        return "\n".join(lines)
+        return (
+            f"{self.fuzzer}: seed {self.seed}, {self.calls} calls in {self.seconds:.0f} s: "
+            f"{counts or 'nothing'}; {len(self.findings)} findings"
+        )
 
 
 def rng_of(seed: int, index: int) -> random.Random:
@@ -122,7 +107,7 @@ class _Child:
     def __init__(self, fuzzer: Fuzzer, seed: int, first: int, last: int, log: Path) -> None:
         self.first, self.last, self.log = first, last, log
         self.shared = mmap.mmap(-1, 8 * (1 + len(OUTCOMES)))
-        self._at(0, first)
+        self._set(0, first)
         self.seen, self.since, self.spent = first, time.monotonic(), 0.0
         self.pid = os.fork()
         if self.pid == 0:
@@ -139,21 +124,12 @@ class _Child:
                 sys.stderr.flush()
                 os._exit(code)
 
-    def _at(self, place: int, value: int) -> None:
+    def _set(self, place: int, value: int) -> None:
         struct.pack_into("q", self.shared, 8 * place, value)
 
-    def _get(self, place: int) -> int:
-        return int(struct.unpack_from("q", self.shared, 8 * place)[0])
-
-    @property
-    def index(self) -> int:
-        """The number of the call in flight."""
-        return self._get(0)
-
-    def counts(self) -> collections.Counter[str]:
-        """Return how the calls ended that did."""
-        numbers = {name: self._get(1 + place) for place, name in enumerate(OUTCOMES)}
-        return collections.Counter({name: count for name, count in numbers.items() if count})
+    def _numbers(self) -> tuple[int, ...]:
+        """Return the number of the call in flight, and how many calls ended in each way."""
+        return struct.unpack_from(f"{1 + len(OUTCOMES)}q", self.shared)
 
     def _run(self, fuzzer: Fuzzer, seed: int) -> None:
         for descriptor in (1, 2):
@@ -163,37 +139,42 @@ class _Child:
         if "ASAN_OPTIONS" not in os.environ:
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        counts = [0] * len(OUTCOMES)
-        places = {name: place for place, name in enumerate(OUTCOMES)}
         for index in range(self.first, self.last):
-            self._at(0, index)
+            self._set(0, index)
             outcome = fuzzer.run(rng_of(seed, index))
-            place = places.get(outcome, places["other"])
-            counts[place] += 1
-            self._at(1 + place, counts[place])
+            place = 1 + OUTCOMES.index(outcome if outcome in OUTCOMES else "other")
+            self._set(place, self._numbers()[place] + 1)
 
     def poll(self, patience: float) -> str | None:
         """Return how the process ended (``""``: well), or ``None`` while it runs; end a hang."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
-            now, spent = time.monotonic(), _processor_seconds(self.pid)
-            if self.index != self.seen:
-                self.seen, self.since, self.spent = self.index, now, spent
+            index, now, spent = self._numbers()[0], time.monotonic(), _processor_seconds(self.pid)
+            if index != self.seen:
+                self.seen, self.since, self.spent = index, now, spent
             # A machine that is busy with other things is no hang, but a call that waits is.
             if spent - self.spent < patience and now - self.since < WAITS * patience:
                 return None
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            self.kill()
             return f"hangs for {patience:.0f} s"
         if os.WIFSIGNALED(status):
             return f"dies of {signal.Signals(os.WTERMSIG(status)).name}"
         code = os.WEXITSTATUS(status)
         return {0: "", 3: "wrong result"}.get(code, f"exits with {code}")
 
-    def output(self) -> str:
-        """Return the last lines that the process wrote."""
+    def kill(self) -> None:
+        """End the process."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def close(self) -> tuple[int, collections.Counter[str], str]:
+        """Return the last call, how the others ended and the last lines that were written."""
+        index, *counts = self._numbers()
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(lines[:KEPT_LINES])
+        self.log.unlink(missing_ok=True)
+        self.shared.close()
+        ended = {name: count for name, count in zip(OUTCOMES, counts, strict=True) if count}
+        return index, collections.Counter(ended), "\n".join(lines[:KEPT_LINES])
 
 
 def _processor_seconds(pid: int) -> float:
@@ -213,7 +194,6 @@ def run(
     seconds: float = float("inf"),
     patience: float = 20.0,
     most_findings: int = 1000,
-    progress: bool = False,
 ) -> Report:
     """Run calls ``[first, first + calls)`` of a seed and return what they did.
 
@@ -221,81 +201,51 @@ def run(
         fuzzer: makes the calls.
         seed: of all calls.
         calls: how many.
-        folder: where the findings are written, a line of JSON each.
+        folder: where children write.
         processes: how many children at a time.
         first: number of the first call.
         seconds: no batch begins after this time.
         patience: a call that takes longer hangs (seconds of the processor).
         most_findings: no batch begins after so many.
-        progress: whether to tell on stderr.
     """
     torch.set_num_threads(1)  # a forked child has only the thread that forked
     folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f"{fuzzer.name}-{seed}.jsonl"
-    written.unlink(missing_ok=True)
     report = Report(fuzzer.name, seed)
     gc.collect()
     gc.freeze()
-    began = told = time.monotonic()
-    todo: list[tuple[int, int]] = []
-    following, end = first, first + calls
+    began, end = time.monotonic(), first + calls
+    rests: list[tuple[int, int]] = []  # of batches whose child has died
     running: list[_Child] = []
     try:
         while True:
             report.seconds = time.monotonic() - began
             late = report.seconds > seconds or len(report.findings) >= most_findings
-            while len(running) < processes and not late and (todo or following < end):
-                if not todo:
-                    todo.append((following, min(end, following + fuzzer.batch)))
-                    following = todo[-1][1]
-                log = folder / f"{fuzzer.name}-{os.getpid()}-{todo[-1][0]}.log"
-                running.append(_Child(fuzzer, seed, *todo.pop(), log))
+            while len(running) < processes and not late and (rests or first < end):
+                if not rests:
+                    rests.append((first, min(end, first + fuzzer.batch)))
+                    first = rests[-1][1]
+                log = folder / f"{fuzzer.name}-{os.getpid()}-{rests[-1][0]}.log"
+                running.append(_Child(fuzzer, seed, *rests.pop(), log))
             if not running:
-                break
+                return report
             time.sleep(0.005)
             for child in list(running):
                 ended = child.poll(patience)
                 if ended is None:
                     continue
                 running.remove(child)
-                report.counts += child.counts()
-                if ended:
-                    finding = _finding(fuzzer, seed, child, ended, patience)
-                    report.findings.append(finding)
-                    with written.open("a") as file:
-                        file.write(json.dumps(asdict(finding)) + "\n")
-                    if child.index + 1 < child.last:
-                        todo.append((child.index + 1, child.last))
-                child.log.unlink(missing_ok=True)
-                child.shared.close()
-            if progress and time.monotonic() - told > 10:
-                told = time.monotonic()
-                print(str(report).splitlines()[0], file=sys.stderr, flush=True)
+                index, counts, log = child.close()
+                report.counts += counts
+                if not ended:
+                    continue
+                call = fuzzer.describe(rng_of(seed, index))
+                again = (
+                    f"python -m tests.fuzz {fuzzer.name} --seed {seed} --first {index} --calls 1"
+                )
+                report.findings.append(Finding(index, ended, call, again, log))
+                if index + 1 < child.last:
+                    rests.append((index + 1, child.last))
     finally:
         for child in running:
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-            child.log.unlink(missing_ok=True)
-    return report
-
-
-def _finding(fuzzer: Fuzzer, seed: int, child: _Child, ended: str, patience: float) -> Finding:
-    """Describe how a child ended, after its last call has had a child of its own."""
-    index, log = child.index, child.output()
-    op, snippet = fuzzer.describe(rng_of(seed, index))
-    alone = _Child(fuzzer, seed, index, index + 1, child.log.with_suffix(".again"))
-    while (again := alone.poll(patience)) is None:
-        time.sleep(0.005)
-    if again:
-        log = alone.output()
-    alone.log.unlink(missing_ok=True)
-    rerun = f"python -m tests.fuzz {fuzzer.name} --seed {seed} --first {index} --calls 1"
-    return Finding(
-        op=op,
-        outcome=ended,
-        index=index,
-        seed=seed,
-        again=again or f"not alone, but after the calls from {child.first} on",
-        snippet=f"# {rerun}\n{snippet}",
-        log=log,
-    )
+            child.kill()
+            child.close()

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float64, torch.int64),
@@ -45,6 +46,18 @@ def tensors(rng: random.Random, given: list[Any], *, data_only: bool = False) ->
     elif isinstance(changed[place], torch.Tensor):
         changed[place] = tensor(rng, changed[place], data_only=data_only)
     return changed
+
+
+def described(name: str, args: Any, kwargs: Any = None) -> str:
+    """Return a call with dtype, shape and strides in place of each tensor."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        strides = f" strides {list(value.stride())}" if is_plain(value) else f" {value.layout}"
+        return f"<{str(value.dtype)[6:]} {list(value.shape)}{strides}>"
+
+    return f"{name}{pytree.tree_map(of, (list(args), kwargs or {}))}"
 
 
 def is_tensors(given: Any) -> bool:

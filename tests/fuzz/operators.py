@@ -19,7 +19,7 @@ from fusedops.specs import all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import fresh, run
 from fusedops.specs.recorder import RecordOps
 
-from . import mutate, snippet
+from . import mutate
 from .engine import WrongResultError
 
 # Larger calls say no more about bounds, and slow the others down.
@@ -87,10 +87,10 @@ class Operators:
         _compare(func, result, copied)
         return "returned"
 
-    def describe(self, rng: random.Random) -> tuple[str, str]:
-        """Return the operator and code that calls it."""
+    def describe(self, rng: random.Random) -> str:
+        """Return the operator and its arguments."""
         func, made = self._make(rng)
-        return func._opname, snippet.call(f"torch.ops.fusedops.{func._opname}", made)
+        return mutate.described(func._opname, made)
 
 
 def _compare(func: Any, result: Any, args: Sequence[Any]) -> None:

@@ -1,11 +1,11 @@
 """Calls that launch the kernel configurations which users run, three blocks deep.
 
 ``docs/reports/triton_kernels.csv`` records the machine code of the configurations in
-``tools/kernel_cases``. A hot sample is a call of a public op
-that launches one of them, with grids and loops of at least three blocks in each direction: the
-kernel's own tiles, full blocks and a last one that is not full. It is derived from the case, so
-that new tile sizes change the samples; ``tests/ops/test_hot_coverage.py`` launches all of them on a
-fake GPU and names each configuration that none of them reaches.
+``tools/kernel_cases``. A hot sample is a call of a public op that launches some of them, with grids
+and loops of at least three blocks in each direction: the kernel's own tiles, full blocks and a last
+one that is not full. Sizes are divided by 16, as in practice. ``tests/ops/test_hot_coverage.py``
+launches all of them on a fake GPU and names each configuration that none of them reaches: where a
+kernel has got another tile, the sizes here follow it.
 
     for hot in samples("attention", torch.bfloat16, torch.device("cuda")):
         result = hot.run()
@@ -15,24 +15,23 @@ Importing a kernel file needs Triton, and nothing here launches anything before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kernel_cases import CASES
 
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
 from fusedops.specs.spec import Sample, Spec
 from hot_samples import attention, elementwise, experts, lists, products, rows
-from hot_samples.call import HotCall, ReportCase
+from hot_samples.call import HotCall, New
 
-__all__ = ["ReportCase", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
+__all__ = ["HotCall", "HotSample", "calls", "made", "ops", "samples"]
 
-# Kernel file -> the call that launches one of its cases.
-_CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
+# Kernel file -> the calls that launch its configurations.
+_CALLS: dict[str, list[HotCall]] = {
     **attention.CALLS,
     **elementwise.CALLS,
     **experts.CALLS,
@@ -97,46 +96,26 @@ class HotSample:
 
 
 def ops() -> list[str]:
-    """Return the kernel files that hot samples are derived from, sorted by name."""
+    """Return the kernel files that have hot samples, sorted by name."""
     return sorted(_CALLS)
 
 
-def cases(op: str, capability: int | None = None) -> list[ReportCase]:
-    """Return the configurations of a kernel file that the static report has.
-
-    Args:
-        op: name of the file in ``fusedops/kernels``.
-        capability: only those of a GPU (80, 90, 100 or 120).
-    """
-    known = map(ReportCase, CASES[op]())
-    return [case for case in known if capability is None or case.runs_on(capability)]
-
-
-def calls(
-    op: str, dtype: torch.dtype = torch.bfloat16, capability: int | None = None
-) -> list[HotCall]:
-    """Return the calls that launch a kernel file's configurations, each once, not yet made.
+def calls(op: str, dtype: torch.dtype = torch.bfloat16) -> list[HotCall]:
+    """Return the calls that launch a kernel file's configurations, not yet made.
 
     Args:
         op: name of the file in ``fusedops/kernels``, one of ``ops()``.
         dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
             for those that the report has of float32.
-        capability: only what the report has for a GPU (80, 90, 100 or 120); all by default, as a
-            GPU runs the call of another's configuration with tiles of its own.
     """
     if op not in _CALLS:
         raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
-    found: dict[str, HotCall] = {}
-    for case in cases(op, capability):
-        if case.is_float32 == (dtype == torch.float32):
-            call = _CALLS[op](case)
-            found.setdefault(f"{call.op} {call.name}", call)
-    return list(found.values())
+    return [call for call in _CALLS[op] if call.float32 == (dtype == torch.float32)]
 
 
 def made(call: HotCall, dtype: torch.dtype, device: torch.device) -> HotSample:
     """Return the sample of a call, with random tensors of a dtype on a device."""
-    args: Any = call.make(device, dtype)
+    args: Any = call.make(New(device, dtype))
     kwargs: dict[str, Any] = {}
     if isinstance(args[-1], dict):
         args, kwargs = args
@@ -145,11 +124,7 @@ def made(call: HotCall, dtype: torch.dtype, device: torch.device) -> HotSample:
 
 
 def samples(
-    op: str,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | None = None,
-    capability: int | None = None,
+    op: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None
 ) -> list[HotSample]:
     """Return the samples of all ``calls``, on the CPU by default; arguments are theirs."""
-    where = device or torch.device("cpu")
-    return [made(call, dtype, where) for call in calls(op, dtype, capability)]
+    return [made(call, dtype, device or torch.device("cpu")) for call in calls(op, dtype)]

@@ -3,133 +3,101 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from fusedops.specs.make import randn
-from hot_samples.call import HotCall, ReportCase
+from hot_samples.call import HotCall, New, in_float32
 
 # Three blocks of 128 queries and of keys, and one that is not full.
 _TOKENS = 400
 _BATCH, _HEADS = 2, 4
+_ALL = ("window", "bias", "soft-cap", "alibi", "sinks")
 
 
-def _dense(case: ReportCase) -> HotCall:
-    if case.kernel == "delta_kernel":
-        size = case["VALUE_DIM"]
-        return HotCall("attention", f"D{size} causal, lse", functools.partial(_lse, size))
-    size, group = case["HEAD_DIM"], case["GROUP"]
-    left, additive = case["LEFT"], case["MASK"] == "add"
-    softcap, alibi = case["SOFTCAP"], case["ALIBI"]
-    drops = case["DROPOUT"] != "none"
-    sinks = case.get("SINKS", left)
-    # What one kernel's case does not say, the others' cases of the same options do.
-    alike = f"D{size} of {_HEADS // group}"
-    flags = {"window": left, "bias": additive, "soft-cap": softcap, "alibi": alibi}
-    flags |= {"sinks": sinks, "dropout": drops, "by pointers": _by_pointers(case)}
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        wide = functools.partial(randn, device=device, dtype=torch.float32)
+def _dense(size: int, key_heads: int, *flags: str) -> HotCall:
+    def make(new: New) -> Any:
+        wide = functools.partial(new, dtype=torch.float32)
 
         def heads(count: int, key: str) -> torch.Tensor:
             # Laid out as a projection leaves it; read by pointers where a batch is broadcast.
-            batch = 1 if flags["by pointers"] else _BATCH
+            batch = 1 if "by pointers" in flags else _BATCH
             made = new(batch, _TOKENS, count, size, grad=False, key=key).transpose(1, 2)
             return made.expand(_BATCH, -1, -1, -1).requires_grad_()
 
-        q, k, v = heads(_HEADS, "q"), heads(_HEADS // group, "k"), heads(_HEADS // group, "v")
-        options: dict[str, Any] = {"is_causal": True, "enable_gqa": group > 1}
-        if left:
+        args = (heads(_HEADS, "q"), heads(key_heads, "k"), heads(key_heads, "v"))
+        options: dict[str, Any] = {"is_causal": True, "enable_gqa": key_heads < _HEADS}
+        if "window" in flags:
             options["window"] = (150, -1)
-        if softcap:
+        if "soft-cap" in flags:
             options["softcap"] = 10.0
-        if alibi:
-            options["alibi_slopes"] = 2.0 ** -torch.arange(1, _HEADS + 1, device=device)
-        if sinks:
+        if "alibi" in flags:
+            options["alibi_slopes"] = 2.0 ** -torch.arange(1, _HEADS + 1, device=new.device)
+        if "sinks" in flags:
             options["sinks"] = wide(_HEADS, key="sinks")
-        if additive:
+        if "bias" in flags:
             options["attn_mask"] = new(1, _HEADS, _TOKENS, _TOKENS, key="bias")
-        if drops:
+        if "dropout" in flags:
             options["dropout_p"] = 0.1
-        return (q, k, v), options
+        return args, options
 
-    name = ", ".join([alike, *(flag for flag, present in flags.items() if present)])
-    return HotCall("attention", name, make, random=drops)
-
-
-def _by_pointers(case: ReportCase) -> bool:
-    """Whether a case by pointers is one that descriptors could serve on the same GPU."""
-    from fusedops.kernels._attention_launch import describes
-
-    if case["DESCRIBED"] or case.is_float32 or not case.runs_on(90):
-        return False
-    options = "drop" if case["DROPOUT"] != "none" else "rich" if case["MASK"] != "none" else "plain"
-    if options == "plain" and case["LEFT"]:
-        options = "light"
-    kernel = case.kernel.removesuffix("_kernel")
-    return describes(kernel, 90, case["HEAD_DIM"], options)
+    name = ", ".join([f"D{size} of {key_heads}", *flags])
+    return HotCall("attention", name, make, random="dropout" in flags)
 
 
-def _lse(size: int, device: torch.device, dtype: torch.dtype) -> Any:
-    new = functools.partial(randn, device=device, dtype=dtype)
-    q, k, v = (new(_BATCH, _HEADS, _TOKENS, size, key=key) for key in "qkv")
+def _lse(new: New) -> Any:
+    q, k, v = (new(_BATCH, _HEADS, _TOKENS, 128, key=key) for key in "qkv")
     return (q, k, v), {"is_causal": True, "return_lse": True}
 
 
-def _packed(case: ReportCase) -> HotCall:
-    size, group = case["HEAD_DIM"], case["GROUP"]
+def _packed(new: New) -> Any:
     lengths = (_TOKENS, 16, 0, 208, 336)
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        tokens = sum(lengths)
-        q = new(tokens, _HEADS, size, key="q")
-        k, v = (new(tokens, _HEADS // group, size, key=key) for key in "kv")
-        return (q, k, v, ends, ends, max(lengths), max(lengths)), {"is_causal": True}
-
-    return HotCall("attention_varlen", f"D{size} of {_HEADS // group}", make)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=new.device)
+    q = new(sum(lengths), _HEADS, 64, key="q")
+    k, v = (new(sum(lengths), 1, 64, key=key) for key in "kv")
+    return (q, k, v, ends, ends, max(lengths), max(lengths)), {"is_causal": True}
 
 
-def _decode(case: ReportCase) -> HotCall:
-    merges = case.kernel == "merge_kernel"
-    size = case["VALUE_DIM"]
-    group = 16 if merges else case["GROUP"]
-    left, sinks = case["LEFT"], case["SINKS"]
-    # As many parts as are merged; three at least.
-    capacity = 128 * case["BLOCK_P"] if merges else 1040
-    key_heads = 2
+def _decode(group: int, size: int, capacity: int, *flags: str) -> HotCall:
+    heads = 2 * group
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        new = functools.partial(randn, device=device, dtype=dtype, grad=False)
-        heads = key_heads * group
+    def make(new: New) -> Any:
         args = (
-            new(3, heads, 1, size, key="q"),
-            new(3, key_heads, capacity, size, key="k"),
-            new(3, key_heads, capacity, size, key="v"),
-            torch.tensor([capacity, capacity // 2 + 1, 5], device=device),
+            new(3, heads, 1, size, grad=False, key="q"),
+            *(new(3, 2, capacity, size, grad=False, key=key) for key in "kv"),
+            torch.tensor([capacity, capacity // 2 + 1, 5], device=new.device),
         )
-        options: dict[str, Any] = {"window": (capacity - 100, 0)} if left else {}
-        if sinks:
-            options["sinks"] = randn(heads, device=device, dtype=torch.float32, grad=False)
-        if case.get("ALIBI"):
-            options["alibi_slopes"] = 2.0 ** (-torch.arange(heads, device=device) / 8 - 1)
-        if case.get("SOFTCAP"):
+        options: dict[str, Any] = {"window": (capacity - 100, 0)} if "LEFT" in flags else {}
+        if "SINKS" in flags:
+            options["sinks"] = new(heads, dtype=torch.float32, grad=False)
+        if "ALIBI" in flags:
+            options["alibi_slopes"] = 2.0 ** (-torch.arange(heads, device=new.device) / 8 - 1)
+        if "SOFTCAP" in flags:
             options["softcap"] = 10.0
         return args, options
 
-    flags = [name for name in ("LEFT", "SINKS", "ALIBI", "SOFTCAP") if case.get(name)]
-    return HotCall(
-        "attention_decode", " ".join([f"{group} rows of D{size}, {capacity} keys", *flags]), make
-    )
+    name = " ".join([f"{group} rows of D{size}, {capacity} keys", *flags])
+    return HotCall("attention_decode", name, make)
 
 
-CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
-    "attention": _dense,
-    "attention_varlen": _packed,
-    "attention_decode": _decode,
+CALLS: dict[str, list[HotCall]] = {
+    "attention": [
+        *(_dense(size, 4) for size in (64, 128, 256)),
+        *in_float32(_dense(128, 4)),
+        *(_dense(size, 4, "window", "sinks") for size in (64, 128, 256)),
+        *(_dense(size, 1, *_ALL) for size in (64, 128, 256)),
+        *(_dense(size, 4, "dropout") for size in (64, 128, 256)),
+        _dense(128, 1),
+        _dense(128, 4, "by pointers"),
+        HotCall("attention", "D128 causal, lse", _lse),
+    ],
+    "attention_varlen": [HotCall("attention_varlen", "D64 of 1", _packed)],
+    # The last merges as many parts as are merged at once.
+    "attention_decode": [
+        _decode(4, 128, 1040),
+        _decode(64, 128, 1040, "LEFT", "SINKS", "ALIBI", "SOFTCAP"),
+        _decode(16, 256, 1040),
+        _decode(16, 256, 8192, "LEFT", "SINKS"),
+    ],
 }

@@ -2,100 +2,69 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from fusedops._core.activation import GELU_VARIANTS
-from fusedops.specs.make import randn
-from hot_samples.call import HotCall, ReportCase, deep
+from hot_samples.call import HotCall, New
 
-_APPROXIMATE = {activation: name for name, activation in GELU_VARIANTS.items()}
-# A backward with a sum over rows has eight programs a multiprocessor, shared by tiles of columns;
-# three tiles of rows and more for each of 132.
-_PROGRAMS = 8 * 132
-
-
-def _deep_rows(block: int, column_tiles: int) -> int:
-    return 3 * block * -(-_PROGRAMS // column_tiles) + 16
+# A backward with a sum over rows has eight programs a multiprocessor, shared by three tiles of
+# columns: three tiles of rows and more for each of 132.
+_ROWS, _COLUMNS = 4240, 1280
+_LONG = 2560  # elements or columns: three blocks of 1024
 
 
-def _gelu(case: ReportCase) -> HotCall:
-    approximate = _APPROXIMATE[case["ACTIVATION"]]
-    count = deep(case["BLOCK"])
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        return randn(16, count // 16, device=device, dtype=dtype), approximate
-
-    return HotCall("gelu", f"{count} {approximate}", make)
+def _gelu(form: str) -> HotCall:
+    return HotCall("gelu", f"{_LONG} {form}", lambda new: (new(16, _LONG // 16), form))
 
 
-def _bias_gelu(case: ReportCase) -> HotCall:
-    approximate = _APPROXIMATE[case["ACTIVATION"]]
-    cols = deep(case["BLOCK_N"])
-    num_rows = _deep_rows(case["BLOCK_M"], 3)
+def _bias_gelu(form: str) -> HotCall:
+    def make(new: New) -> tuple[object, ...]:
+        return new(_ROWS, _COLUMNS), new(_COLUMNS, key="bias"), form
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        x = randn(num_rows, cols, device=device, dtype=dtype)
-        return x, randn(cols, device=device, dtype=dtype, key="bias"), approximate
-
-    return HotCall("bias_gelu", f"{num_rows}x{cols} {approximate}", make)
+    return HotCall("bias_gelu", f"{_ROWS}x{_COLUMNS} {form}", make)
 
 
-def _bias_dropout_add(case: ReportCase) -> HotCall:
-    cols = deep(case["BLOCK_N"])
-    num_rows = _deep_rows(case["BLOCK_M"], 3)
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        shape = (num_rows, cols)
-        return new(*shape), new(cols, key="bias"), new(*shape, key="residual"), 0.1
-
-    return HotCall("bias_dropout_add", f"{num_rows}x{cols}", make, random=True)
+def _dropout(new: New) -> tuple[object, ...]:
+    shape = (_ROWS, _COLUMNS)
+    return new(*shape), new(_COLUMNS, key="bias"), new(*shape, key="residual"), 0.1
 
 
-def _glu(op: str, case: ReportCase) -> HotCall:
-    cols = deep(case["BLOCK"])
-    options = {"approximate": _APPROXIMATE[case["ACTIVATION"]]} if op == "geglu" else {}
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
+def _glu(op: str, *form: str) -> HotCall:
+    def make(new: New) -> object:
         # Halves of one projection: rows that are apart.
-        both = randn(48, 2 * cols, device=device, dtype=dtype).detach()
-        gate, up = (half.requires_grad_() for half in both.chunk(2, dim=1))
-        return (gate, up), options
+        halves = new(48, 2 * _LONG).detach().chunk(2, dim=1)
+        options = {"approximate": form[0]} if form else {}
+        return tuple(half.requires_grad_() for half in halves), options
 
-    return HotCall(op, " ".join([f"48x{cols}", *options.values()]), make)
+    return HotCall(op, " ".join([f"48x{_LONG}", *form]), make)
 
 
-def _rotary(case: ReportCase) -> HotCall:
-    head_dim, rotary_dim = case["HEAD_DIM"], case["ROTARY_DIM"]
-    interleaved = case["INTERLEAVED"]
-    heads = max(32, 3 * case["BLOCK_H"])
+def _rotary(heads: int, head_dim: int, rotary_dim: int, interleaved: bool) -> HotCall:
+    def make(new: New) -> object:
+        def rows(count: int, key: str) -> torch.Tensor:
+            made = new(2, 48, count, head_dim, key=key).detach()
+            return made.transpose(1, 2).requires_grad_()
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        def new(count: int, key: str) -> torch.Tensor:
-            made = randn(2, 48, count, head_dim, device=device, dtype=dtype, key=key)
-            return made.detach().transpose(1, 2).requires_grad_()
-
-        place = torch.arange(48, device=device, dtype=torch.float32)
-        speed = 10000.0 ** (torch.arange(rotary_dim // 2, device=device) * (-2.0 / rotary_dim))
-        angle = place[:, None] * speed
-        repeat = torch.repeat_interleave if interleaved else None
-        wide = repeat(angle, 2, dim=-1) if repeat else torch.cat([angle, angle], -1)
-        tables = (wide.cos().to(dtype), wide.sin().to(dtype))
-        return (new(heads, "q"), new(16, "k"), *tables), {"interleaved": interleaved}
+        place = torch.arange(48, device=new.device, dtype=torch.float32)
+        dims = torch.arange(rotary_dim // 2, device=new.device)
+        angle = place[:, None] * 10000.0 ** (dims * (-2.0 / rotary_dim))
+        wide = angle.repeat_interleave(2, -1) if interleaved else torch.cat([angle, angle], -1)
+        tables = (wide.cos().to(new.dtype), wide.sin().to(new.dtype))
+        return (rows(heads, "q"), rows(16, "k"), *tables), {"interleaved": interleaved}
 
     form = "interleaved" if interleaved else "half"
     return HotCall("rotary_embedding", f"2x{heads}x48x{head_dim} of {rotary_dim} {form}", make)
 
 
-CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
-    "gelu": _gelu,
-    "bias_gelu": _bias_gelu,
-    "bias_dropout_add": _bias_dropout_add,
-    "geglu": functools.partial(_glu, "geglu"),
-    "swiglu": functools.partial(_glu, "swiglu"),
-    "rotary_embedding": _rotary,
+CALLS: dict[str, list[HotCall]] = {
+    "gelu": [_gelu(form) for form in GELU_VARIANTS],
+    "bias_gelu": [_bias_gelu(form) for form in GELU_VARIANTS],
+    "bias_dropout_add": [HotCall("bias_dropout_add", f"{_ROWS}x{_COLUMNS}", _dropout, random=True)],
+    "geglu": [_glu("geglu", form) for form in GELU_VARIANTS],
+    "swiglu": [_glu("swiglu")],
+    "rotary_embedding": [
+        _rotary(*sizes, interleaved)
+        for sizes in ((48, 64, 64), (32, 128, 128), (48, 80, 32), (32, 512, 512))
+        for interleaved in (False, True)
+    ],
 }

@@ -2,93 +2,62 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusedops.specs import _routing
-from fusedops.specs.make import randint, randn
+from fusedops.specs.make import randint
 from fusedops.specs.moe_route import distinct
-from hot_samples.call import HotCall, ReportCase, deep
-from hot_samples.products import TMA_LAYOUTS, average_rows, grouped_weight
+from hot_samples.call import HotCall, New, in_float32
+from hot_samples.products import GROUPS, grouped_weight
 
 _TOKENS = 208
 _HIDDEN = 2576  # three blocks of 1024 columns, the last not full
-_GROUPS = 64
+_PACKED = 2 * 2048 + 1024  # three blocks of 2048 columns
 
 
-def _mlp(case: ReportCase) -> HotCall:
-    gate = case.get("GATE", "halves")
-    hot = case.kernel in ("expert_kernel", "product_kernel")
-    average = average_rows(case) if hot else 72
-    how = TMA_LAYOUTS.get(case.get("TMA_MODE", "none"), "")
-    if not how and hot and case["BLOCK_M"] >= 128:
-        # The gradient of the second product's input reads those weights the other way.
-        turned = gate == "pairs" or (case.get("GATHERS") and not case["HAS_BIAS"])
-        how = "apart across" if turned else "apart"
-    elif not how:
-        # Which dim of the weights is dense: the experts' own layout in the checkpoints.
-        how = "across" if gate == "pairs" or not hot else "along"
-    activation = "swiglu_oai" if gate == "pairs" else "silu"
-    recompute = bool(case.get("GATHERS") and case.get("HAS_BIAS"))
-    tokens = average * _GROUPS // 2
-    # Three tiles of columns: twice these in the first product, these in all others.
-    hidden = inner = 272
-    if case.kernel == "product_kernel" and case["BLOCK_N"] > 128 and not recompute:
-        hidden = inner = 528
+def _plan(new: New, tokens: int, choices: int, experts: int, **options: Any) -> Any:
+    where = {"device": new.device, "dtype": new.dtype}
+    return _routing.plan(tokens, choices, experts, **where, **options)
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        plan = _routing.plan(
-            tokens, 2, _GROUPS, device=device, dtype=dtype, pattern="random", key=str(average)
-        )
-        new = functools.partial(randn, device=device, dtype=dtype)
-        weight = functools.partial(grouped_weight, _GROUPS, device=device, dtype=dtype)
+
+def _mlp(average: int, how: str, *, size: int = 272, gate: str = "halves", recompute: bool = False):  # type: ignore[no-untyped-def]
+    """Return experts of so many rows; 272 columns are three tiles, 528 of the widest."""
+    pairs = gate == "pairs"
+
+    def make(new: New) -> Any:
+        tokens = average * GROUPS // 2
+        plan = _plan(new, tokens, 2, GROUPS, pattern="random", key=str(average))
         args = (
-            new(tokens, hidden),
+            new(tokens, size),
             plan,
-            weight(hidden, 2 * inner, how, "w1"),
-            weight(inner, hidden, how, "w2"),
-            new(_GROUPS, 2 * inner, scale=0.5, key="b1"),
-            new(_GROUPS, hidden, scale=0.5, key="b2"),
+            grouped_weight(new, size, 2 * size, how, "w1"),
+            grouped_weight(new, size, size, how, "w2"),
+            new(GROUPS, 2 * size, scale=0.5, key="b1"),
+            new(GROUPS, size, scale=0.5, key="b2"),
         )
-        options = {"activation": activation, "interleaved": gate == "pairs"}
+        options = {"activation": "swiglu_oai" if pairs else "silu", "interleaved": pairs}
         return args, options | {"recompute": recompute}
 
-    name = f"{_GROUPS} experts of {average}, {hidden}x{inner} {gate} {how}"
-    name += " recomputed" * recompute
-    return HotCall("moe_mlp", name, make)
+    name = f"{GROUPS} experts of {average}, {size}x{size} {gate} {how}"
+    return HotCall("moe_mlp", name + " recomputed" * recompute, make)
 
 
-def _route(case: ReportCase) -> HotCall:
-    experts, top_k = case["BLOCK_E"], case["BLOCK_K"]
-    every = case.get("CHOICE") == "all" or (top_k == experts and experts > 2)
-    tokens = max(_TOKENS, deep(case["BLOCK_T"]))
-    options: dict[str, Any] = {"normalize": case["NORMALIZE"]}
-    if case["SIGMOID"]:
-        options |= {"score": "sigmoid", "num_groups": 8, "topk_groups": 4}
-        options |= {"group_score": "top2_sum", "scaling": 2.5}
-    if case.get("JITTER"):
-        options["jitter"] = 0.01
-    if every:
-        # Experts choose among tokens: no two logits may be the same.
-        top_k, tokens, options = 2, 48, {"expert_choice": True}
-    elif experts == 128:
-        options["capacity_factor"] = 1.0
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
+def _route(experts: int, top_k: int, *, tokens: int = _TOKENS, **options: Any) -> HotCall:
+    def make(new: New) -> Any:
         given = dict(options)
-        if case["SIGMOID"]:
-            given["bias"] = randn(
-                experts, device=device, dtype=torch.float32, scale=0.1, grad=False, key="bias"
-            )
-        wide = every or experts > 256
-        logits = _distinct_of_many if wide else distinct
-        return (logits(tokens, experts, device=device, dtype=dtype), top_k), given
+        if options.get("score") == "sigmoid":
+            given["bias"] = new(experts, dtype=torch.float32, scale=0.1, grad=False, key="bias")
+        # Experts choose among tokens: no two logits may be the same.
+        many = experts > 256 or "expert_choice" in options
+        logits = (_distinct_of_many if many else distinct)(
+            tokens, experts, device=new.device, dtype=new.dtype
+        )
+        return (logits, top_k), given
 
     name = " ".join([f"{tokens}x{experts}, {top_k}", *sorted(options)])
-    return HotCall("moe_route", name, make, random=bool(case.get("JITTER")))
+    return HotCall("moe_route", name, make, random="jitter" in options)
 
 
 def _distinct_of_many(
@@ -109,96 +78,109 @@ def _distinct_of_many(
     return logits.to(device=device, dtype=dtype).requires_grad_()
 
 
-def _router_loss(case: ReportCase) -> HotCall:
-    experts, score = case["BLOCK_E"], "sigmoid" if case["SIGMOID"] else "softmax"
-    tokens = max(_TOKENS, deep(case["BLOCK_T"]))
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        ids = _routing.choices("random", tokens, 4, experts, device)[0]
-        mask = randint(tokens, high=3, device=device, key="mask") > 0
+def _router_loss(experts: int, score: str) -> HotCall:
+    def make(new: New) -> Any:
+        ids = _routing.choices("random", _TOKENS, 4, experts, new.device)[0]
+        mask = randint(_TOKENS, high=3, device=new.device, key="mask") > 0
         options = {"score": score, "balance": 0.5, "z": 0.1, "mask": mask}
-        return (randn(tokens, experts, device=device, dtype=dtype), ids), options
+        return (new(_TOKENS, experts), ids), options
 
-    return HotCall("moe_router_loss", f"{tokens}x{experts} {score}", make)
+    return HotCall("moe_router_loss", f"{_TOKENS}x{experts} {score}", make)
 
 
-def _sort(case: ReportCase) -> HotCall:
+def _sort() -> HotCall:
     # The scan walks one number a block of slots: three of its blocks, of 256 slots a number.
     tokens, top_k, experts = 2 * 1024 * 256 // 8 + 48, 8, 48
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        ids = randint(tokens, top_k, high=experts, device=device)
-        return (ids, experts), {"kept": randint(tokens, top_k, high=5, device=device) > 0}
+    def make(new: New) -> Any:
+        ids = randint(tokens, top_k, high=experts, device=new.device)
+        return (ids, experts), {"kept": randint(tokens, top_k, high=5, device=new.device) > 0}
 
     return HotCall("moe_sort", f"{tokens}x{top_k} of {experts}", make)
 
 
-def _rows(op: str, case: ReportCase) -> HotCall:
-    choices = case.get("TOP_K", 2) or 16
-    weighted = case.get("WEIGHTED", op == "moe_unpermute")
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        plan = _routing.plan(
-            _TOKENS, choices, 64, device=device, dtype=dtype, pattern="dropped", grad=weighted
-        )
+def _rows(op: str, choices: int, *, learns: bool = False) -> HotCall:
+    def make(new: New) -> Any:
+        plan = _plan(new, _TOKENS, choices, 64, pattern="dropped", grad=learns)
         count = _TOKENS * (1 if op == "moe_permute" else choices)
-        return randn(count, _HIDDEN, device=device, dtype=dtype), plan
+        return new(count, _HIDDEN), plan
 
     return HotCall(op, f"{_TOKENS}x{choices} rows of {_HIDDEN}", make)
 
 
-def _relayout(case: ReportCase) -> HotCall:
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        plan = _routing.plan(
-            _TOKENS, 4, 16, device=device, dtype=dtype, pattern="dropped", grad=False
-        )
-        x = randn(_TOKENS * 4, _HIDDEN, device=device, dtype=dtype)
-        return (x, plan, "token_major", "capacity"), {"capacity": 48}
-
-    return HotCall("moe_relayout", f"{_TOKENS}x4 rows of {_HIDDEN}", make)
+def _relayout(new: New) -> Any:
+    plan = _plan(new, _TOKENS, 4, 16, pattern="dropped", grad=False)
+    return (new(_TOKENS * 4, _HIDDEN), plan, "token_major", "capacity"), {"capacity": 48}
 
 
-def _pack(case: ReportCase) -> HotCall:
-    spans, quantized, choices = case["HAS_SPAN"], case["QUANTIZED"], case["BLOCK_K"]
-    hidden = deep(case["BLOCK_N"])
+def _pack(spans: bool, quantized: bool) -> HotCall:
+    choices = 8
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rows = randn(_TOKENS, hidden, device=device, dtype=dtype, grad=False)
-        probs = randn(_TOKENS, choices, device=device, dtype=wide, grad=False, key="probs")
-        ids = randint(_TOKENS, choices, high=64, device=device, key="ids").to(torch.int32)
-        index = torch.arange(_TOKENS * choices - 1, -1, -3, dtype=torch.int32, device=device)
-        count = torch.tensor([index.numel() - 5], dtype=torch.int32, device=device)
+    def make(new: New) -> Any:
+        wide = torch.float64 if new.dtype == torch.float64 else torch.float32
+        probs = new(_TOKENS, choices, dtype=wide, grad=False, key="probs")
+        ids = randint(_TOKENS, choices, high=64, device=new.device, key="ids").to(torch.int32)
+        index = torch.arange(_TOKENS * choices - 1, -1, -3, dtype=torch.int32, device=new.device)
+        count = torch.tensor([index.numel() - 5], dtype=torch.int32, device=new.device)
         options = {"index": index, "num_rows": count, "span": 8 * spans, "quantized": quantized}
-        return (rows, probs, ids), options
+        return (new(_TOKENS, _PACKED, grad=False), probs, ids), options
 
     what = f"{'float8' if quantized else 'copy'} {'tokens' if spans else 'slots'}"
-    return HotCall("moe_pack", f"{_TOKENS}x{hidden} {what}", make)
+    return HotCall("moe_pack", f"{_TOKENS}x{_PACKED} {what}", make)
 
 
-def _unpack(case: ReportCase) -> HotCall:
-    hidden = deep(case["BLOCK_N"])
+def _unpack(new: New) -> Any:
+    from fusedops.ops import moe_pack
 
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        from fusedops.ops import moe_pack
-
-        host = torch.device("cpu")
-        x = randn(_TOKENS, hidden, device=host, dtype=torch.float32, grad=False)
-        probs = torch.ones(_TOKENS, 2)
-        payload = moe_pack(x, probs, quantized=True).to(device)
-        return payload, probs.to(device), torch.empty(0, hidden, device=device, dtype=dtype)
-
-    return HotCall("moe_unpack", f"{_TOKENS}x{hidden}", make)
+    x = New(torch.device("cpu"), torch.float32)(_TOKENS, _PACKED, grad=False)
+    probs = torch.ones(_TOKENS, 2)
+    payload = moe_pack(x, probs, quantized=True).to(new.device)
+    return (
+        payload,
+        probs.to(new.device),
+        torch.empty(0, _PACKED, device=new.device, dtype=new.dtype),
+    )
 
 
-CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
-    "moe_mlp": _mlp,
-    "moe_pack": _pack,
-    "moe_permute": functools.partial(_rows, "moe_permute"),
-    "moe_relayout": _relayout,
-    "moe_route": _route,
-    "moe_router_loss": _router_loss,
-    "moe_sort": _sort,
-    "moe_unpack": _unpack,
-    "moe_unpermute": functools.partial(_rows, "moe_unpermute"),
+_SIGMOID = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "group_score": "top2_sum"}
+CALLS: dict[str, list[HotCall]] = {
+    "moe_mlp": [
+        *(
+            _mlp(rows, "along", recompute=recompute)
+            for rows in (16, 64)
+            for recompute in (False, True)
+        ),
+        *(_mlp(rows, "across", gate="pairs") for rows in (16, 64, 72)),
+        *(_mlp(72, how, size=528) for how in ("apart", "along", "across", "apart across")),
+        *(
+            _mlp(72, how, recompute=recompute)
+            for how in ("apart", "along", "across")
+            for recompute in (False, True)
+        ),
+        *(_mlp(72, how, gate="pairs") for how in ("along", "apart across")),
+        *in_float32(
+            *(_mlp(72, how) for how in ("along", "across")),
+            _mlp(72, "along", recompute=True),
+            _mlp(72, "across", gate="pairs"),
+        ),
+    ],
+    "moe_route": [
+        _route(8, 2, normalize=True),
+        _route(128, 8, normalize=False, capacity_factor=1.0),
+        _route(64, 8, normalize=True, jitter=0.01),
+        _route(256, 8, normalize=True),
+        _route(256, 8, normalize=True, scaling=2.5, **_SIGMOID),
+        _route(64, 2, tokens=48, expert_choice=True),
+        _route(4096, 8, normalize=False),
+    ],
+    "moe_router_loss": [
+        *(_router_loss(experts, "softmax") for experts in (8, 64)),
+        *(_router_loss(experts, "sigmoid") for experts in (256, 4096)),
+    ],
+    "moe_sort": [_sort()],
+    "moe_permute": [_rows("moe_permute", choices) for choices in (2, 8, 16)],
+    "moe_unpermute": [_rows("moe_unpermute", choices, learns=True) for choices in (2, 8, 16)],
+    "moe_relayout": [HotCall("moe_relayout", f"{_TOKENS}x4 rows of {_HIDDEN}", _relayout)],
+    "moe_pack": [_pack(spans, quantized) for quantized in (False, True) for spans in (False, True)],
+    "moe_unpack": [HotCall("moe_unpack", f"{_TOKENS}x{_PACKED}", _unpack)],
 }

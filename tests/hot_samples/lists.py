@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fusedops.specs.make import randn
-from hot_samples.call import HotCall, ReportCase, deep
+from hot_samples.call import HotCall, New
 
-_BIASES = 320
 _BLOCK = 1024  # elements of a program
-_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
-# Master weights in float32, of which the model has rounded copies: where a case does not say.
-_MASTER = {"param": "*fp32", "grad": "*bf16", "state": "*fp32", "copy": "*bf16"}
+# Three blocks and more, and hundreds of less than one, as biases are.
+_SHAPES = [(2 * _BLOCK + 512,), (48, 3 * _BLOCK // 32), (_BLOCK,), *[(16,)] * 320]
 _NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+_COUNT = range(len(_SHAPES))
 
 
-def _shapes(block: int) -> list[tuple[int, ...]]:
-    """Return shapes of three blocks and more, and hundreds of less than one, as biases are."""
-    return [(deep(block),), (48, 3 * block // 32), (block,), *[(16,)] * _BIASES]
+def _adamw(kinds: tuple[torch.dtype, ...], *, copies: bool, draws: bool) -> HotCall:
+    """Return a step of tensors of the dtypes of parameter, gradient, state and copy."""
 
-
-def _adamw(case: ReportCase) -> HotCall:
-    kinds = [_DTYPES[case.types.get(f"{name}_ptr", kind)] for name, kind in _MASTER.items()]
-    copies, amsgrad = bool(case.get("COPY", True)), bool(case.get("AMSGRAD"))
-    draws = bool(case.get("DRAW_STATE") or case.get("DRAW_PARAM"))
-    factor, found_inf = case.get("HAS_FACTOR", True), case.get("HAS_FOUND_INF", True)
-    maximize = bool(case.get("MAXIMIZE"))
-    shapes = _shapes(_BLOCK)
-
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
+    def make(new: New) -> Any:
         def drawn(key: str, dtype: torch.dtype) -> list[torch.Tensor]:
-            new = functools.partial(randn, device=device, dtype=dtype, grad=False)
-            return [new(*shape, key=f"{key}{i}") for i, shape in enumerate(shapes)]
+            return [
+                new(*shape, dtype=dtype, grad=False, key=f"{key}{i}")
+                for i, shape in enumerate(_SHAPES)
+            ]
 
         param, grad, state, copy = kinds
-        largest, numbers = drawn("largest", state) if amsgrad else [], range(len(shapes))
-        scale = torch.full((), 0.5, device=device, dtype=torch.float64) if factor else None
         given = _NUMBERS | {
             "params": drawn("param", param),
             "grads": drawn("grad", grad),
             "exp_avgs": drawn("first", state),
             "exp_avg_sqs": [each.abs() for each in drawn("second", state)],
-            "max_exp_avg_sqs": [each.abs() for each in largest],
+            "max_exp_avg_sqs": [],
             "copies": drawn("copy", copy) if copies else [],
-            "steps": [torch.full((), 3.0, device=device) for _ in numbers],
-            "grad_factor": scale,
-            "found_inf": torch.zeros(1, device=device) if found_inf else None,
+            "steps": [torch.full((), 3.0, device=new.device) for _ in _COUNT],
+            "grad_factor": torch.full((), 0.5, device=new.device, dtype=torch.float64),
+            "found_inf": torch.zeros(1, device=new.device),
             # Key, first element, length and distance of runs.
-            "draws": [n for i in numbers for n in (7 + i, 0, 2**40, 2**40)] if draws else [],
-            "weight_decays": [0.1 * i for i in numbers],
-            "maximize": maximize,
+            "draws": [n for i in _COUNT for n in (7 + i, 0, 2**40, 2**40)] if draws else [],
+            "weight_decays": [0.1 * i for i in _COUNT],
+            "maximize": False,
             "bias_correction": True,
         }
         schema = torch.ops.fusedops.adamw.default._schema
@@ -63,14 +49,17 @@ def _adamw(case: ReportCase) -> HotCall:
     return HotCall("adamw", ", ".join(filter(None, names)), make)
 
 
-def _square_sums(case: ReportCase) -> HotCall:
-    def make(device: torch.device, dtype: torch.dtype) -> Any:
-        # The second kernel adds one number a block: three of its own blocks.
-        many = [*_shapes(_BLOCK), (2 * _BLOCK**2 + 16,)]
-        new = functools.partial(randn, device=device, dtype=dtype, grad=False)
-        return ([new(*shape) for shape in many],)
-
-    return HotCall("square_sums", "shapes", make)
+def _square_sums(new: New) -> Any:
+    # The second kernel adds one number a block: three of its own blocks.
+    return ([new(*shape, grad=False) for shape in (*_SHAPES, (2 * _BLOCK**2 + 16,))],)
 
 
-CALLS: dict[str, Callable[[ReportCase], HotCall]] = {"adamw": _adamw, "square_sums": _square_sums}
+_F32, _BF16 = torch.float32, torch.bfloat16
+CALLS: dict[str, list[HotCall]] = {
+    # Master weights in float32, of which the model has rounded copies; stochastic rounding.
+    "adamw": [
+        _adamw((_F32, _BF16, _F32, _BF16), copies=True, draws=False),
+        _adamw((_BF16,) * 4, copies=False, draws=True),
+    ],
+    "square_sums": [HotCall("square_sums", "shapes", _square_sums)],
+}

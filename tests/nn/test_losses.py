@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparing import assert_close
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes
 
-WORLD = 2
+WORLD, DEPTH = 2, 37 * 8
 FUSED = {"cross_entropy"}
 
 
@@ -135,20 +135,13 @@ def _sharded_equals_single(rank: int) -> None:
         loss.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    _assert_close(mean / WORLD, single(ids, target), exact(ids, target))
+    assert_close(mean / WORLD, exact(ids, target), single(ids, target), depth=DEPTH)
     for name, parameter in model.named_parameters():
         stock, truth = single.get_parameter(name), exact.get_parameter(name)
-        _assert_close(parameter.grad.full_tensor(), stock.grad, truth.grad)
+        assert_close(parameter.grad.full_tensor(), truth.grad, stock.grad, name, DEPTH)
     hidden = torch.randn(3, 8)
-    _assert_close(
-        model.head.logits(hidden), single.head.logits(hidden), exact.head.logits(hidden.double())
-    )
-
-
-def _assert_close(got: torch.Tensor, stock: torch.Tensor, truth: torch.Tensor) -> None:
-    got, stock, truth = (each.detach() for each in (got, stock, truth))
-    budget = dtypes.error_budget(stock, truth, got.dtype, depth=37 * 8)
-    assert ((got.double() - truth).abs() <= budget).all()
+    logits = (each.head.logits(x) for each, x in ((exact, hidden.double()), (single, hidden)))
+    assert_close(model.head.logits(hidden), *logits, depth=DEPTH)
 
 
 @pytest.mark.distributed

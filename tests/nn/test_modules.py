@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
+from comparing import assert_close
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes
 from fusedops._core.activation import ACTIVATIONS
 
 INPUT = torch.linspace(-2, 2, 5 * 32).view(5, 32)
 
 
-def same(actual: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> bool:
-    budget = dtypes.error_budget(eager, truth, actual.dtype, depth=INPUT.shape[-1])
-    return bool(((actual.double() - truth).abs() <= budget).all())
+class Function(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def assert_as_stock(module: nn.Module, stock: nn.Module) -> None:
+    eager = stock(INPUT)
+    assert_close(module(INPUT), stock.double()(INPUT.double()), eager, depth=INPUT.shape[-1])
 
 
 def seeded(make: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
@@ -76,17 +88,6 @@ def test_reset_parameters_draws_as_torch_does() -> None:
     assert torch.equal(norm.weight, torch.ones(4))
 
 
-def test_layer_norm() -> None:
-    module, stock = fusedops.nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, eps=0.1)
-    with torch.no_grad():
-        for each in (module, stock):
-            each.weight.copy_(torch.linspace(0, 2, 32))
-            each.bias.copy_(torch.linspace(-1, 1, 32))
-    assert isinstance(module, nn.LayerNorm)
-    eager = stock(INPUT)
-    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
-
-
 @pytest.mark.parametrize("rounding", ["torch", "hf"])
 def test_rms_norm(rounding: str) -> None:
     module = fusedops.nn.RMSNorm(32, eps=0.1, weight_offset=1.0, rounding=rounding)
@@ -96,33 +97,41 @@ def test_rms_norm(rounding: str) -> None:
         stock.weight.copy_(torch.linspace(0, 2, 32))
         module.weight.copy_(stock.weight - 1)
     assert isinstance(module, nn.RMSNorm)
-    eager = stock(INPUT)
-    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+    assert_as_stock(module, stock)
     assert f"weight_offset=1.0, rounding={rounding!r}" in repr(module)
 
 
-def test_add_layer_norm_and_its_dropout() -> None:
-    module, stock = fusedops.nn.AddLayerNorm(32, dropout_p=1.0), nn.LayerNorm(32)
-    residual = INPUT.flip(0)
-    normed, summed = module(INPUT, residual)
-    assert torch.equal(summed, residual)
-    module.eval()
-    normed, summed = module(INPUT, residual)
-    assert torch.equal(summed, INPUT + residual)
-    eager = stock(INPUT + residual)
-    assert same(normed, eager, stock.double()((INPUT + residual).double()))
-    assert "dropout_p=1.0" in repr(module)
+def test_layer_norm() -> None:
+    module, stock = fusedops.nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, eps=0.1)
+    with torch.no_grad():
+        for each in (module, stock):
+            each.weight.copy_(torch.linspace(0, 2, 32))
+            each.bias.copy_(torch.linspace(-1, 1, 32))
+    assert isinstance(module, nn.LayerNorm)
+    assert_as_stock(module, stock)
 
 
-def test_add_rms_norm_and_its_dropout() -> None:
-    module = fusedops.nn.AddRMSNorm(32, eps=0.1, rounding="hf", dropout_p=1.0)
+@pytest.mark.parametrize(
+    ("module", "stock", "words"),
+    [
+        (fusedops.nn.AddLayerNorm(32, dropout_p=1.0), nn.LayerNorm(32), "dropout_p=1.0"),
+        (
+            fusedops.nn.AddRMSNorm(32, eps=0.1, rounding="hf", dropout_p=1.0),
+            nn.RMSNorm(32, eps=0.1),
+            "rounding='hf', dropout_p=1.0",
+        ),
+    ],
+    ids=["layer", "rms"],
+)
+def test_an_added_norm_and_its_dropout(module: nn.Module, stock: nn.Module, words: str) -> None:
     residual = INPUT.flip(0)
     assert torch.equal(module(INPUT, residual)[1], residual)
     module.eval()
     normed, summed = module(INPUT, residual)
     assert torch.equal(summed, INPUT + residual)
-    assert torch.equal(normed, nn.RMSNorm(32, eps=0.1)(INPUT + residual))
-    assert "rounding='hf', dropout_p=1.0" in repr(module)
+    eager = stock(summed)
+    assert_close(normed, stock.double()(summed.double()), eager, depth=INPUT.shape[-1])
+    assert words in repr(module)
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -130,8 +139,7 @@ def test_linear_act(activation: str) -> None:
     module = seeded(fusedops.nn.LinearAct, 32, 8, activation=activation)
     stock = seeded(nn.Linear, 32, 8)
     function = ACTIVATIONS[activation]
-    eager = function(stock(INPUT))
-    assert same(module(INPUT), eager, function(stock.double()(INPUT.double())))
+    assert_as_stock(module, nn.Sequential(stock, Function(function)))
     assert f"activation={activation!r}" in repr(module)
 
 
@@ -141,8 +149,7 @@ def test_mlp(bias: bool, keeps: dict[str, bool]) -> None:
     module = seeded(fusedops.nn.MLP, 32, 48, 8, bias, activation="gelu", **keeps)
     torch.manual_seed(3)
     stock = nn.Sequential(nn.Linear(32, 48, bias), nn.GELU(), nn.Linear(48, 8, bias))
-    eager = stock(INPUT)
-    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+    assert_as_stock(module, stock)
     assert list(module.state_dict()) == (["w1", "b1", "w2", "b2"] if bias else ["w1", "w2"])
     assert fusedops.nn.MLP(32, 48).out_features == 32
     assert all(f"{name}=True" in repr(module) for name in keeps)
@@ -166,6 +173,7 @@ def test_parameters_get_gradients() -> None:
     ("make", "mentions"),
     [
         (lambda: fusedops.nn.LinearAct(2, 2, activation="gleu"), "LinearAct: activation"),
+        (lambda: fusedops.nn.GatedMLP(2, 2, activation="swish"), "GatedMLP: activation"),
         (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
         (lambda: fusedops.nn.MLP(2, 2, recompute=True, keep_hidden=True), "MLP: keep_hidden"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),

@@ -6,12 +6,11 @@ are made of; nested tensors are theirs as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from wrong_values import INF, NAN, WRONG, Value, arguments_of, complaint, values_for
+from wrong_values import complaints_about
 
 import fusedops
 from fusedops import nn
@@ -30,9 +29,8 @@ CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
     "MoE": (8, 16, 4, 2),
     "RMSNorm": (8,),
 }
+NUMBERS_AS_TORCH = ("eps",)
 OF_TORCH = {"MultiheadAttention", "TransformerDecoderLayer", "TransformerEncoderLayer"}
-NUMBERS_AS_TORCH = {"eps"}
-
 X = torch.linspace(-1, 1, 24).view(3, 8)
 TARGET = torch.tensor([0, 3, 1])
 IDS = torch.tensor([[1, 0], [1, 2], [3, 0]])
@@ -58,42 +56,6 @@ FORWARDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def complaints_about(
-    function: Callable[..., Any],
-    names: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    nested: bool = True,
-) -> list[str]:
-    found = []
-    for parameter, bound in arguments_of(function, args, kwargs):
-        argument, annotation = parameter.name, str(parameter.annotation)
-        values = values_for(annotation, bound.arguments[argument], X)
-        if "float" in annotation and argument not in NUMBERS_AS_TORCH:
-            values += [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
-        for value in values:
-            if value.label.startswith("nested") and not nested:
-                continue
-
-            def call(given: Any, argument: str = argument, bound: Any = bound) -> Any:
-                bound.arguments[argument] = given
-                result = function(*bound.args, **bound.kwargs)
-                # A module's parameters are drawn at random: its constructor is right or refuses.
-                return None if isinstance(result, torch.nn.Module) else result
-
-            found.append(
-                complaint(
-                    lambda value=value, call=call: call(value.value),
-                    names,
-                    argument,
-                    value,
-                    lambda value=value, call=call: call(value.means),
-                )
-            )
-    return [each for each in found if each is not None]
-
-
 def test_every_module_is_tested() -> None:
     assert {*CONSTRUCTORS} | OF_TORCH == set(nn.__all__)
     assert {*FORWARDS} | {"BalancingBias"} == set(nn.__all__)
@@ -102,7 +64,9 @@ def test_every_module_is_tested() -> None:
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_constructors_refuse_wrong_values(name: str) -> None:
     module = getattr(nn, name)
-    complaints = complaints_about(module, (name,), CONSTRUCTORS[name], {})
+    complaints = complaints_about(
+        module, name, CONSTRUCTORS[name], {}, takes_any_number=NUMBERS_AS_TORCH
+    )
     assert not complaints, "\n".join(complaints)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_close
+from comparing import assert_close
 
 import fusedops
 from fusedops.specs.make import randn
@@ -124,25 +124,3 @@ def test_a_sink_of_minus_infinity_beside_a_row_of_nothing(backend: str) -> None:
         for output in (dense, packed):
             (grad,) = torch.autograd.grad(output, sinks, torch.ones_like(output))
             assert grad[0] == 0 and grad[1].isfinite() and grad[1] != 0, grad
-
-
-@pytest.mark.parametrize("key_heads", [0, 2])
-def test_no_heads(key_heads: int) -> None:
-    """The private operators, which no contract guards."""
-    ops, options = torch.ops.fusedops_cpp, (0.0, 1.0, -1, -1, 0.0, True)
-    query, key = torch.zeros(2, 0, 5, 8), torch.zeros(2, key_heads, 5, 8)
-    saved = ops.attention(query, key, key, *[None] * 4, *options)
-    wanted = [True, True, True, False, False]
-    arguments = (query, key, key, *[None] * 4, *saved, *options, wanted)
-    grads = ops.attention_backward(saved[0], None, *arguments)
-    assert [grad.shape for grad in grads[:3]] == [query.shape, key.shape, key.shape]
-    assert not grads[1].any() and not grads[2].any()
-    lengths = torch.tensor([5, 3])
-    output, _ = ops.attention_decode(query, key, key, lengths, None, None, 1.0, -1, 0.0)
-    assert output.shape == query.shape
-    query, key, ends = torch.zeros(5, 0, 8), torch.zeros(5, key_heads, 8), torch.tensor([0, 5])
-    numbers = (5, 5, *options)
-    saved = ops.attention_varlen(query, key, key, ends, ends, None, None, None, *numbers)
-    arguments = (query, key, key, ends, ends, None, None, None, *saved, *numbers)
-    grads = ops.attention_varlen_backward(saved[0], None, *arguments, [True, True, True, False])
-    assert [grad.shape for grad in grads[:3]] == [query.shape, key.shape, key.shape]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_close
-from wrong_values import INF, NAN, WRONG, Value, arguments_of, complaint, values_for
+from comparing import assert_close
+from wrong_values import INF, NAN, complaints_about
 
 import fusedops
 from fusedops.specs import Spec, all_specs, tensors_in
@@ -56,49 +56,12 @@ def test_wrong_values_are_refused_in_clear_words(
     spec: Spec, argument: str, backend: str | None
 ) -> None:
     args, kwargs = first_sample(spec)
-    complaints = complaints_about(spec.op, spec.name, argument, args, kwargs, backend)
-    assert not complaints, "\n".join(complaints)
-
-
-def complaints_about(
-    op: Callable[..., Any],
-    name: str,
-    argument: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    backend: str | None,
-) -> list[str]:
-    parameter, bound = next(
-        pair for pair in arguments_of(op, args, kwargs) if pair[0].name == argument
-    )
-    annotation = str(parameter.annotation)
-    like = next((arg for arg in bound.args if isinstance(arg, torch.Tensor)), None)
-    found = []
+    numbers = [of for name, of in TAKES_ANY_NUMBER if name == spec.name]
     with fusedops.use_backend(backend):
-        for value in values_for(annotation, bound.arguments[argument], like) + numbers(
-            name, argument, annotation
-        ):
-
-            def call(given: Any) -> Any:
-                bound.arguments[argument] = given
-                return op(*bound.args, **bound.kwargs)
-
-            found.append(
-                complaint(
-                    lambda value=value, call=call: call(value.value),
-                    name,
-                    argument,
-                    value,
-                    lambda value=value, call=call: call(value.means),
-                )
-            )
-    return [each for each in found if each is not None]
-
-
-def numbers(name: str, argument: str, annotation: str) -> list[Value]:
-    if "float" not in annotation or (name, argument) in TAKES_ANY_NUMBER:
-        return []
-    return [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
+        complaints = complaints_about(
+            spec.op, spec.name, args, kwargs, argument=argument, takes_any_number=numbers
+        )
+    assert not complaints, "\n".join(complaints)
 
 
 @pytest.mark.parametrize(("name", "argument"), sorted(TAKES_ANY_NUMBER))
@@ -169,9 +132,5 @@ def test_every_public_function_is_tested() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_functions_that_are_no_op_refuse_as_ops_do(name: str) -> None:
     function, args, kwargs = OTHERS[name]
-    complaints = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not parameter.VAR_POSITIONAL:
-            argument = parameter.name
-            complaints += complaints_about(function, name, argument, args, kwargs, None)
+    complaints = complaints_about(function, name, args, kwargs)
     assert not complaints, "\n".join(complaints)

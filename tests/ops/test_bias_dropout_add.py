@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops._core import env, philox
@@ -22,38 +23,25 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "seven", "ten"),
-    [
-        (
-            (0, 0, 0, 0),
-            (0, 0),
-            "5f6fb709 0d893f64 4f121f81 4f730a48",
-            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-        ),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            "5207ddc2 45165e59 4d8ee751 8c52f662",
-            "408f276d 41c83b0e a20bc7c6 6d5451fd",
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            "4dfccaba 190a87f0 c47362ba b6b5242a",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_philox_gives_random123s_known_answers(
-    counter: tuple[int, ...], key: tuple[int, ...], seven: str, ten: str
-) -> None:
-    for rounds, words in ((7, seven), (10, ten)):
-        drawn = philox.philox4x32(
-            tuple(torch.tensor(each) for each in counter),  # type: ignore[arg-type]
-            tuple(torch.tensor(each) for each in key),  # type: ignore[arg-type]
-            rounds,
-        )
+# Counter, key, and the words that are drawn in seven and in ten rounds.
+KNOWN_ANSWERS = """
+00000000 00000000 00000000 00000000, 00000000 00000000
+5f6fb709 0d893f64 4f121f81 4f730a48, 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff, ffffffff ffffffff
+5207ddc2 45165e59 4d8ee751 8c52f662, 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344, a4093822 299f31d0
+4dfccaba 190a87f0 c47362ba b6b5242a, d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_philox_gives_random123s_known_answers(number: int) -> None:
+    asked, answers = (
+        line.split(", ") for line in KNOWN_ANSWERS.split("\n")[1:-1][2 * number :][:2]
+    )
+    counter, key = (tuple(torch.tensor(int(w, 16)) for w in part.split()) for part in asked)
+    for rounds, words in zip((7, 10), answers, strict=True):
+        drawn = philox.philox4x32(counter, key, rounds)  # type: ignore[arg-type]
         assert " ".join(f"{int(word):08x}" for word in drawn) == words
 
 
@@ -160,50 +148,32 @@ def test_p_1_drops_all_even_what_is_not_finite(backend: str) -> None:
     assert torch.equal(grad, torch.zeros_like(grad))
 
 
+def _of_norm(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op that adds, drops and normalizes as a function whose result is the sum."""
+    return lambda x, residual, p: op(x, residual, x.shape[-1:], dropout_p=p)
+
+
+# Op -> it as a function of input, residual and probability, whose last result is their sum.
+DROPPING: dict[str, Callable[..., Any]] = {
+    "bias_dropout_add": lambda x, residual, p: (fusedops.bias_dropout_add(x, None, residual, p),),
+    "add_layer_norm": _of_norm(fusedops.add_layer_norm),
+    "add_rms_norm": _of_norm(fusedops.add_rms_norm),
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backward_drops_what_forward_dropped(backend: str) -> None:
-    for shape in ((3, 33), (3, 64)):
-        x, residual = torch.zeros(shape, requires_grad=True), torch.zeros(shape, requires_grad=True)
-        bias = torch.zeros(shape[-1], requires_grad=True)
-        with fusedops.use_backend(backend):
-            torch.manual_seed(6)
-            output = fusedops.bias_dropout_add(x, bias, residual, 0.25)
-            upstream = torch.randn(shape)
-            grads = torch.autograd.grad(output, (x, bias, residual), upstream)
-        want = torch.where(expected_mask(shape, 0.25, 6), upstream * philox.scale(0.25), 0.0)
-        torch.testing.assert_close(grads[0], want)
-        torch.testing.assert_close(grads[1], want.sum(0))
-        assert torch.equal(grads[2], upstream)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_recomputes_the_same_mask(use_reentrant: bool) -> None:
-    x, bias, residual = (
-        torch.randn(shape, requires_grad=True) for shape in ((9, 48), (48,), (9, 48))
-    )
-
-    def block(*values: torch.Tensor) -> torch.Tensor:
-        return fusedops.bias_dropout_add(*values, 0.5).square()
-
-    torch.manual_seed(5)
-    plain = block(x, bias, residual)
-    want = torch.autograd.grad(plain.sum(), (x, bias, residual))
-    torch.manual_seed(5)
-    checkpoint(block, x, bias, residual, use_reentrant=use_reentrant).sum().backward()
-    for leaf, grad in zip((x, bias, residual), want, strict=True):
-        assert torch.equal(leaf.grad, grad)
-
-
-def test_dtypes_are_those_of_torchs_sum() -> None:
-    half, single, double = torch.bfloat16, torch.float32, torch.float64
-    for dtypes in ((half, single, half), (single, half, half), (half, half, double)):
-        x, bias, residual = (
-            torch.randn(shape).to(dtype).requires_grad_()
-            for shape, dtype in zip(((4, 8), (8,), (4, 8)), dtypes, strict=True)
-        )
-        output = fusedops.bias_dropout_add(x, bias, residual)
-        assert output.dtype == (residual + (x + bias)).dtype
-        exact = residual.double() + (x.double() + bias.double())
-        torch.testing.assert_close(output, exact.to(output.dtype))
-        grads = torch.autograd.grad(output.sum(), (x, bias, residual))
-        assert tuple(grad.dtype for grad in grads) == dtypes
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("shape", [(5, 33), (3, 128), (2, 9001)])
+def test_backward_drops_what_forward_dropped_by_the_mask_of_the_seed(
+    name: str, shape: tuple[int, ...], backend: str
+) -> None:
+    x, residual = torch.ones(shape, requires_grad=True), torch.zeros(shape, requires_grad=True)
+    with fusedops.use_backend(backend):
+        torch.manual_seed(3)
+        outputs = DROPPING[name](x, residual, 0.3)
+        grads = torch.autograd.grad(outputs, (x, residual), [torch.randn(shape) for _ in outputs])
+    keep = expected_mask(shape, 0.3, 3)
+    assert torch.equal(outputs[-1] != 0, keep)
+    scale = torch.full_like(outputs[-1][keep], philox.scale(0.3))
+    torch.testing.assert_close(outputs[-1][keep], scale)
+    torch.testing.assert_close(grads[0], torch.where(keep, grads[1] * philox.scale(0.3), 0.0))

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_testing import assert_close
+from comparing import assert_close
 from test_sharding import WORLD
-from torch.autograd.graph import saved_tensors_hooks
 
 import fusedops
 
@@ -77,19 +76,6 @@ def test_masked_classes_cost_nothing(backend: str, classes: int, first: bool) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
-@pytest.mark.parametrize("column", [0, 4999])
-def test_nan_and_infinity_make_nan(backend: str, garbage: float, column: int) -> None:
-    logits, target = inputs(3, 5000)
-    with torch.no_grad():
-        logits[1, column] = garbage
-    with fusedops.use_backend(backend):
-        losses = fusedops.cross_entropy(logits, target, reduction="none")
-    assert losses.isnan().tolist() == [False, True, False]
-    assert F.cross_entropy(logits, target, reduction="none")[1].isnan()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("top", [-1000.0, -40.0, 3.0, 20.0, 1000.0])
 def test_the_maximum_may_be_anywhere(backend: str, top: float) -> None:
     """The guess of the maximum is proved wrong in the first, a middle and the last block."""
@@ -127,22 +113,6 @@ def test_a_sure_prediction_has_a_small_loss_and_never_a_negative_one(
     eager = F.cross_entropy(logits.detach().float(), target, reduction="none")
     assert_close(losses, truth, eager, "losses")
     assert (losses >= 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_read_only_and_two_numbers_per_row_are_kept(backend: str) -> None:
-    logits, target = inputs(5, 33)
-    before = logits.detach().clone()
-    kept: list[torch.Tensor] = []
-    with (
-        fusedops.use_backend(backend),
-        saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
-    ):
-        loss = fusedops.cross_entropy(logits, target, reduction="sum")
-        (grad,) = torch.autograd.grad(loss, logits)
-    assert torch.equal(logits, before)
-    assert grad.data_ptr() != logits.data_ptr()
-    assert sorted(tuple(each.shape) for each in kept) == [(), (5,), (5, 2), (5, 33)]
 
 
 def test_torchs_layout_with_classes_in_the_middle_is_one_movedim_away() -> None:

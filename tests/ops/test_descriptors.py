@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_within_budget
+from comparing import assert_within_budget
 
 import fusedops
 from fusedops.ops import RoutingPlan

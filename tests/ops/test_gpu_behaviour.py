@@ -13,11 +13,12 @@ from typing import Any
 import hot_samples
 import pytest
 import torch
-from op_testing import assert_within_budget
+from comparing import assert_same_bits, assert_within_budget
 
 import fusedops
+from fusedops._core import backends, extension
 from fusedops.specs import Sample, all_specs, tensors_in
-from fusedops.specs.comparison import floating, incoming, run
+from fusedops.specs.comparison import floating, fresh, incoming, run
 
 pytest.importorskip("triton")
 
@@ -30,9 +31,7 @@ _INTEGERS_ARE_DATA = ("moe_sort", "moe_unpack")
 
 
 def _without_dropout(call: hot_samples.HotCall) -> hot_samples.HotCall:
-    return dataclasses.replace(
-        call, make=lambda device, dtype: call.make(device, dtype)[:3], random=False
-    )
+    return dataclasses.replace(call, make=lambda new: call.make(new)[:3], random=False)
 
 
 def calls() -> dict[str, hot_samples.HotCall]:
@@ -95,14 +94,6 @@ def turn_around(tensors: Tensors) -> None:
 
 def copies(tensors: Tensors) -> Tensors:
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def assert_same_bits(got: Tensors, want: Tensors) -> None:
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        differ = (a != b) & ~((a != a) & (b != b))
-        assert not bool(differ.any()), f"result {i}: {int(differ.sum())} of {a.numel()} differ"
 
 
 @each_op
@@ -257,3 +248,43 @@ def test_more_than_2_to_the_31_elements(op: str) -> None:
             [each.detach()[rows] for each in (*outputs, *grads)],
             [each.detach() for each in (*want, *want_grads)],
         )
+
+
+@pytest.fixture
+def no_plans_elsewhere(backend: None) -> None:
+    """Skip where there is no router that repeats plans; the tests ask for the default backend."""
+    if extension.cuda_library() is not None:
+        pytest.skip(f"no plans: {extension.cuda_library()}")
+
+
+@pytest.mark.usefixtures("no_plans_elsewhere")
+@pytest.mark.parametrize("backend", ["default"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", all_specs())
+def test_calls_that_repeat_a_plan_give_the_bits_of_python(name: str, dtype: torch.dtype) -> None:
+    spec = all_specs()[name]
+    for sample in spec.samples(torch.device("cuda"), dtype)[:3]:
+        results = [run(spec.op, fresh(sample)) for _ in range(4)]
+        for other in results[1:]:
+            assert_same_bits(other, results[0])
+
+
+@pytest.mark.usefixtures("no_plans_elsewhere")
+@pytest.mark.parametrize("backend", ["default"], indirect=True)
+def test_a_plan_runs_on_the_current_stream_and_device() -> None:
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    gate = torch.randn_like(x)
+    wanted = fusedops.swiglu(x, gate)
+    for _ in range(2):
+        fusedops.swiglu(x, gate)
+    fusedops.reset_counters()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late = x.clone()
+        found = fusedops.swiglu(late, gate)  # on another stream it would read before the copy
+    stream.synchronize()
+    assert torch.equal(found, wanted)
+    assert sum(torch.ops.fusedops_native.planned_counts("swiglu")) == 1
+    assert backends.counters()[("swiglu", "triton")] == 1

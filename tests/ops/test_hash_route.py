@@ -50,54 +50,39 @@ def test_a_table_decides() -> None:
     assert torch.equal(hash_route(ids, 3, table=table).expert_ids, table[ids])
 
 
-BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "top_k": ((torch.arange(3), 4), {"top_k": 5}, ValueError, "top_k must be from 1 to 4"),
-    "experts": ((torch.arange(3), 0), {}, ValueError, "num_experts must be at least 1"),
-    "floating": ((torch.zeros(3), 4), {}, TypeError, "token_ids must be int32 or int64"),
-    "dims": ((torch.zeros(2, 3).long(), 4), {}, ValueError, "token_ids must be of 1 dims"),
-    "table": ((torch.arange(3), 4), {"table": torch.arange(3)}, ValueError, "table must be of 2"),
-    "kind": ((torch.arange(3), 4.0), {}, TypeError, "num_experts must be an int, got float"),
-    "seed": ((torch.arange(3), 4), {"seed": None}, TypeError, "seed must be an int, got NoneType"),
-    "many experts": (
-        (torch.arange(3), 2**31),
-        {},
-        ValueError,
-        "num_experts must be at most 16777216",
-    ),
-    "an id above the table": (
-        (torch.tensor([0, 2]), 4),
-        {"table": torch.tensor([[0], [1]])},
-        ValueError,
-        "token_ids must be rows of table, at least 0 and less than 2, got 2",
-    ),
-    "an id below the table": (
-        (torch.tensor([0, -1]), 4),
-        {"table": torch.tensor([[0], [1]])},
-        ValueError,
-        "token_ids must be rows of table, at least 0 and less than 2, got -1",
-    ),
+def table(*rows: list[int]) -> dict[str, torch.Tensor]:
+    return {"table": torch.tensor(rows)}
+
+
+THREE, ROWS = torch.arange(3), "token_ids must be rows of table, at least 0 and less than 2, got"
+TWO_ROWS = table([0], [1])
+# Ids, number of experts, options, words of the error.
+BAD: dict[str, tuple[torch.Tensor, Any, dict[str, Any], str]] = {
+    "top_k": (THREE, 4, {"top_k": 5}, "top_k must be from 1 to 4"),
+    "experts": (THREE, 0, {}, "num_experts must be at least 1"),
+    "floating": (torch.zeros(3), 4, {}, "token_ids must be int32 or int64"),
+    "dims": (torch.zeros(2, 3).long(), 4, {}, "token_ids must be of 1 dims"),
+    "table": (THREE, 4, {"table": THREE}, "table must be of 2"),
+    "many experts": (THREE, 2**31, {}, "num_experts must be at most 16777216"),
+    "an id above the table": (torch.tensor([0, 2]), 4, TWO_ROWS, f"{ROWS} 2"),
+    "an id below the table": (torch.tensor([0, -1]), 4, TWO_ROWS, f"{ROWS} -1"),
     "an expert of the table": (
-        (torch.tensor([1]), 4),
-        {"table": torch.tensor([[0], [5]])},
-        ValueError,
-        "table must be of experts from 0 to 3, or 4 for nobody, got 5",
+        THREE[1:2],
+        4,
+        table([0], [5]),
+        "table must be of experts from 0 to 3, .* got 5",
     ),
-    "a table without columns": (
-        (torch.tensor([0]), 4),
-        {"table": torch.zeros(2, 0, dtype=torch.int64)},
-        ValueError,
-        "table must be of 1 to 4 columns",
+    "no columns": (
+        THREE[:1],
+        4,
+        {"table": torch.zeros(2, 0).long()},
+        "table must be of 1 to 4",
     ),
-    "a table with more columns than experts": (
-        (torch.tensor([0]), 1),
-        {"table": torch.tensor([[0, 0]])},
-        ValueError,
-        "table must be of 1 to 1 columns",
-    ),
+    "more columns than experts": (THREE[:1], 1, table([0, 0]), "table must be of 1 to 1 columns"),
     "top_k beside a table": (
-        (torch.tensor([0]), 4),
-        {"table": torch.tensor([[0]]), "top_k": 2},
-        ValueError,
+        THREE[:1],
+        4,
+        table([0]) | {"top_k": 2},
         "top_k must be 1, the columns of table, got 2",
     ),
 }
@@ -105,6 +90,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name: str) -> None:
-    args, kwargs, error, message = BAD[name]
+    ids, experts, options, message = BAD[name]
+    error = TypeError if name == "floating" else ValueError
     with pytest.raises(error, match=f"hash_route: {message}"):
-        hash_route(*args, **kwargs)
+        hash_route(ids, experts, **options)

@@ -20,6 +20,7 @@ import fake_gpu
 import hot_samples
 import pytest
 import torch
+from kernel_cases import CASES
 
 from fusedops import kernels
 from fusedops._core import env
@@ -31,6 +32,7 @@ if env.triton_interpreted():
 
 DTYPES = (torch.bfloat16, torch.float32)
 CAPABILITIES = (80, 90, 100, 120)
+Case = dict[str, Any]  # a configuration of the report, as kernel_cases describes it
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
 
 
@@ -92,6 +94,16 @@ class Recorder:
         return SimpleNamespace()
 
 
+def cases(op: str, capability: int | None = None) -> list[Case]:
+    """Return the configurations of a kernel file that the report has, all or those of a GPU."""
+    known = CASES[op]()
+    return [c for c in known if capability in (None, *(c["capabilities"] or CAPABILITIES))]
+
+
+def title(case: Case) -> str:
+    return f"{case['kernel'].__name__.strip('_')} {case['label']}"
+
+
 def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     """Return what calls of registered operators launch on a GPU."""
     recorder = Recorder()
@@ -100,22 +112,21 @@ def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     return recorder.launches
 
 
-def difference(case: hot_samples.ReportCase, launch: Launch) -> list[str]:
+def difference(case: Case, launch: Launch) -> list[str]:
     """Return what of a launch is not as the case says."""
-    described = case.described
-    if launch.kernel is not described["kernel"]:
+    if launch.kernel is not case["kernel"]:
         return ["kernel"]
     wrong = []
-    wanted = (described["num_warps"], described["num_stages"])
+    wanted = (case["num_warps"], case["num_stages"])
     if launch.options != wanted:
         wrong.append(f"warps and stages {launch.options}, not {wanted}")
-    for name, value in described["constexprs"].items():
+    for name, value in case["constexprs"].items():
         got = launch.constants.get(name, launch.numbers.get(name))
         # The stride of what is absent, or broadcast, is 0.
         absent = name.startswith("stride_") and value == 1 and got == 0
         if got != value and not absent:
             wrong.append(f"{name}={got}, not {value}")
-    for name, kind in described["signature"].items():
+    for name, kind in case["signature"].items():
         got = launch.types[name].replace(" ", "")
         is_one = got == "constexpr" and launch.constants.get(name) == 1 and kind == "i32"
         if got != kind and not is_one and name not in launch.stand_ins:
@@ -135,7 +146,7 @@ def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
     return found
 
 
-def matching(op: str, case: hot_samples.ReportCase, capability: int) -> list[Launch]:
+def matching(op: str, case: Case, capability: int) -> list[Launch]:
     """Return the launches that compile a case."""
     return [each for _, each in launched(op)[capability] if not difference(case, each)]
 
@@ -161,21 +172,21 @@ WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scale
 @pytest.mark.parametrize("op", hot_samples.ops())
 def test_samples_are_three_blocks_deep(op: str) -> None:
     shallow = []
-    for case in hot_samples.cases(op, 90):
+    for case in cases(op, 90):
         found = [too_few_blocks(op, case, launch) for launch in matching(op, case, 90)]
         if found and all(found):
-            shallow.append(f"{case.kernel} {case.described['label']}: {min(found, key=len)}")
+            shallow.append(f"{title(case)}: {min(found, key=len)}")
     assert not shallow, "\n".join(shallow)
 
 
-def too_few_blocks(op: str, case: hot_samples.ReportCase, launch: Launch) -> list[str]:
+def too_few_blocks(op: str, case: Case, launch: Launch) -> list[str]:
     """Return the directions in which a launch of a case takes less than three blocks."""
     found = []
     # One program adds up all the losses of cross_entropy, and walks them.
-    if math.prod(launch.grid) < 3 and case.kernel != "total_kernel":
+    if math.prod(launch.grid) < 3 and not title(case).startswith("total_kernel "):
         found.append(f"a grid of {launch.grid}")
     for name, blocks in blocks_deep(launch).items():
-        few = case.described["matrix"] and name == "BLOCK_M" and case[name] < 128
+        few = case["matrix"] and name == "BLOCK_M" and case["constexprs"][name] < 128
         whole = op in WHOLE_ROWS and name == "BLOCK_N"
         if blocks <= 2 and not few and not whole:
             found.append(f"{blocks:.2f} of {name}")
@@ -185,7 +196,7 @@ def too_few_blocks(op: str, case: hot_samples.ReportCase, launch: Launch) -> lis
 def test_every_kernel_file_with_cases_has_hot_samples() -> None:
     folder = Path(kernels.__file__).parent
     files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
-    with_cases = {name for name in files if hot_samples.cases(name)}
+    with_cases = {name for name in files if cases(name)}
     assert with_cases == set(hot_samples.ops())
 
 
@@ -204,16 +215,11 @@ def test_the_report_has_a_row_for_each_case() -> None:
     rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     recorded = collections.Counter((row["op"], row["arch"]) for row in rows)
     known = {
-        (op, f"sm_{capability}"): len(hot_samples.cases(op, capability))
+        (op, f"sm_{capability}"): len(cases(op, capability))
         for op in hot_samples.ops()
         for capability in CAPABILITIES
     }
     assert recorded == collections.Counter({key: count for key, count in known.items() if count})
-
-
-def test_an_unknown_kernel_file_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'relu': there are some for adamw, add_layer_norm"):
-        hot_samples.samples("relu")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -221,12 +227,11 @@ def test_an_unknown_kernel_file_is_named() -> None:
 def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:
     launches = launched(op)[capability]
     missing = []
-    for case in hot_samples.cases(op, capability):
+    for case in cases(op, capability):
         closest = min((difference(case, launch) for _, launch in launches), key=len)
         if closest:
-            label = f"{case.kernel} {case.described['label']}"
             same = [difference(case, launch) for _, launch in launches]
             near = min((d for d in same if d != ["kernel"]), key=len, default=["no launch of it"])
-            missing.append(f"{label}: {'; '.join(near)}")
-    total = len(hot_samples.cases(op, capability))
+            missing.append(f"{title(case)}: {'; '.join(near)}")
+    total = len(cases(op, capability))
     assert not missing, f"{len(missing)} of {total} not launched:\n" + "\n".join(missing)

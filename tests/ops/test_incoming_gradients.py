@@ -6,11 +6,13 @@ strides; and all digits of an incoming gradient count, whatever the dtype of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from comparing import assert_within_budget
 from covering import covering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -148,3 +150,30 @@ def test_all_digits_of_incoming_gradients_count(backend: str, spec: Spec, sample
             # In half precision the result's own rounding may hide the difference.
             assert found or not wanted or leaf.dtype != torch.float32, f"{leaf.dtype} {leaf.shape}"
         assert any(mine) or not any(reference)
+
+
+@each_run
+def test_gradients_of_one_output_alone(backend: str, spec: Spec, sample: Sample) -> None:
+    """The other outputs are unused: their incoming gradients are absent, and count as zero."""
+    with fusedops.use_backend(backend):
+        whole = floating(spec.op(*sample.args, **sample.kwargs))
+
+    def one_of(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: floating(function(*args, **kwargs))[place]
+
+    differentiable = [place for place, output in enumerate(whole) if output.requires_grad]
+    for place in differentiable if len(whole) > 1 else ():
+        one = dataclasses.replace(spec, op=one_of(spec.op, place), eager=one_of(spec.eager, place))
+        # The truth of a call that draws is that of the reference.
+        call = with_gradients_of(sample, _reached(one, sample))
+        with fusedops.use_backend(backend):
+            actual = run(one.op, fresh(call))
+        assert_within_budget(actual, one, call)
+
+
+def _reached(spec: Spec, sample: Sample) -> set[int]:
+    """Return the places of the leaves that the output depends on."""
+    call = fresh(sample)
+    output = spec.eager(*call.args, **call.kwargs)
+    grads = torch.autograd.grad(output.sum(), call.leaves, allow_unused=True)
+    return {place for place, grad in enumerate(grads) if grad is not None}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import fusedops
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import difference_of_mixture
 
@@ -109,3 +110,36 @@ def test_mixed_dtypes_match_float64_for_each_subset_of_gradients(
         for subset in _subsets(len(sample.leaves), pairs=pairs):
             found = difference_of_mixture(spec, _with(sample, dtypes, subset))
             assert found is None, f"dtypes {dtypes}, gradients {subset}: {found}"
+
+
+# The first tensors in half precision and parameters in float32.
+WIDE_PARAMETERS = {
+    "bias_gelu": ("default", "one_row", "wide"),
+    "rotary_embedding": ("partial", "partial_interleaved"),
+    "scaled_masked_softmax": ("additive", "additive_per_head", "additive_per_row"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sample_name"), [(name, each) for name, of in WIDE_PARAMETERS.items() for each in of]
+)
+@pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+def test_wide_parameters_on_other_backends(
+    name: str, sample_name: str, dtype: torch.dtype, backend: str
+) -> None:
+    spec = all_specs()[name]
+    samples = spec.samples(torch.device("cpu"), torch.float32)
+    (sample,) = [each for each in samples if each.name == sample_name]
+    narrow = sample.args[: 2 if name == "rotary_embedding" else 1]
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if all(tensor is not each for each in narrow):
+            return tensor
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    with fusedops.use_backend(backend):
+        found = difference_of_mixture(spec, sample.map(change))
+    assert found is None, found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,24 +22,6 @@ DTYPES = pytest.mark.parametrize(
 
 def make(pattern: str, tokens: int = 13, top_k: int = 4, experts: int = 6) -> RoutingPlan:
     return _routing.plan(tokens, top_k, experts, device=CPU, dtype=torch.float32, pattern=pattern)
-
-
-@BACKENDS
-@PATTERNS
-def test_each_expert_finds_its_tokens_in_order_and_the_tail_is_zero(
-    backend: str, pattern: str
-) -> None:
-    plan = make(pattern)
-    x = torch.arange(1.0, 14.0).unsqueeze(1).expand(13, 8)
-    with fusedops.use_backend(backend):
-        rows = moe_permute(x, plan)
-    ids = torch.where(plan.kept, plan.expert_ids, -1)
-    begin = 0
-    for expert, end in enumerate(plan.offsets.tolist()):
-        tokens = (ids == expert).nonzero()[:, 0] + 1.0
-        assert torch.equal(rows[begin:end], tokens.unsqueeze(1).expand(-1, 8))
-        begin = end
-    assert (rows[begin:] == 0).all()
 
 
 @BACKENDS
@@ -117,57 +97,3 @@ def test_a_token_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     for part in (slice(0, 1), slice(5, 12), slice(0, 699)):
         for got, want in zip(run(part), whole, strict=True):
             assert torch.equal(got, want[part])
-
-
-def _saved_bytes(function: Any) -> int:
-    seen: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return sum(seen.values())
-
-
-def test_rows_are_saved_only_for_the_gradient_of_probabilities() -> None:
-    plan = make("random")
-    frozen = plan.with_probs(plan.probs.detach())
-    rows = torch.randn(52, 64, requires_grad=True)
-    indices = plan.positions.nbytes + plan.offsets.nbytes
-    assert _saved_bytes(lambda: moe_unpermute(rows, plan, weighted=False)) == indices
-    assert _saved_bytes(lambda: moe_unpermute(rows, frozen)) == indices + plan.probs.nbytes
-    whole = indices + plan.probs.nbytes + rows.nbytes
-    assert _saved_bytes(lambda: moe_unpermute(rows, plan)) == whole
-    tokens = torch.randn(13, 64, requires_grad=True)
-    assert _saved_bytes(lambda: moe_permute(tokens, plan)) == indices
-
-
-def test_rows_2_to_the_31_elements_apart() -> None:
-    far, memory = 2**31 + 64, torch.empty(2**31 + 128, dtype=torch.bfloat16)
-    apart = memory.as_strided((2, 64), (far, 1)).copy_(torch.randn(2, 64))
-    plan = make("random", tokens=2, top_k=1, experts=2)
-    assert torch.equal(moe_permute(apart, plan), moe_permute(apart.contiguous(), plan))
-    results = []
-    for rows in (apart, apart.contiguous()):
-        leaf = rows.detach().requires_grad_()
-        y = moe_unpermute(leaf, plan)
-        results.append((y, *torch.autograd.grad(y, [leaf, plan.probs], apart)))
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
-
-
-@BACKENDS
-def test_permute_and_unpermute_are_each_others_inverse(backend: str) -> None:
-    plan, x = make("random"), torch.randn(13, 40)
-    with fusedops.use_backend(backend):
-        back = moe_unpermute(moe_permute(x, plan), plan, weighted=False)
-    assert torch.equal(back, x + x + x + x)
-
-
-def test_probabilities_of_another_dtype_are_widened() -> None:
-    plan, rows = make("random"), torch.randn(52, 8, dtype=torch.float64)
-    assert plan.probs.dtype == torch.float32
-    want = moe_unpermute(rows, plan.with_probs(plan.probs.double()))
-    assert torch.equal(moe_unpermute(rows, plan), want) and want.dtype == torch.float64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from op_testing import assert_close
+from comparing import assert_close
 
 from fusedops import moe_route, moe_router_loss
 
@@ -55,12 +55,6 @@ def test_transformers_loss_is_the_squared_form(masked: bool) -> None:
     grads = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
     (truth,) = torch.autograd.grad(exact, wide)
     assert_close(grads[0], truth, grads[1], "gradient", 40)
-
-
-def test_nan_stays_nan() -> None:
-    logits = torch.zeros(4, 3)
-    logits[2, 1] = float("nan")
-    assert moe_router_loss(logits, balance=0.0, z=1.0).isnan()
 
 
 def _group_worker(rank: int) -> None:

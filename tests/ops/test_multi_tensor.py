@@ -5,13 +5,13 @@ Optimizers call them past no public function's checks, and so may anybody.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from reachable import reachable
 from torch.utils import _pytree as pytree
 
 import fusedops
@@ -46,15 +46,6 @@ def test_every_operator_over_lists_has_a_spec() -> None:
     assert set(multi_tensor_specs()) == over_lists
 
 
-def _reachable(tensors: tuple[torch.Tensor, ...]) -> contextlib.AbstractContextManager[None]:
-    """Tell Triton's interpreter, where it runs, of tensors that kernels find in a table."""
-    if not env.triton_interpreted():
-        return contextlib.nullcontext()
-    import triton_interpreter_strict
-
-    return triton_interpreter_strict.reachable(list(tensors))
-
-
 def _outcome(name: str, sample: Sample, wide: bool) -> list[torch.Tensor]:
     """Return the results of a call and what it left in its arguments."""
 
@@ -63,7 +54,7 @@ def _outcome(name: str, sample: Sample, wide: bool) -> list[torch.Tensor]:
         return copied.double() if wide else copied
 
     args = pytree.tree_map_only(torch.Tensor, copy, list(sample.args))
-    with _reachable(tensors_in(args)):
+    with reachable(tensors_in(args)):
         result = operator(name)(*args)
     return [*tensors_in(args), *tensors_in(result)]
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
+from reachable import reachable
 from torch.utils import deterministic
 
 import fusedops
-from fusedops._core import env
 from fusedops._core.generators import seed_generators
 from fusedops.specs import Sample, Spec, all_specs
-from fusedops.specs.comparison import ComparisonResult, fresh, incoming, run
+from fusedops.specs.comparison import fresh, incoming, run
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -32,16 +32,6 @@ def each_sample(*dtypes: torch.dtype, with_one: bool = False) -> Any:
     return pytest.mark.parametrize(("spec", "sample"), chosen)
 
 
-def assert_same_bits(got: ComparisonResult, want: ComparisonResult) -> None:
-    pairs = zip(got.outputs + got.grads, want.outputs + want.grads, strict=True)
-    for index, (mine, other) in enumerate(pairs):
-        assert torch.equal(bytes_of(mine), bytes_of(other)), f"result {index}"
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-
-
 def with_odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with strides that say nothing, those of dims of one element, changed."""
     strides = [
@@ -50,14 +40,6 @@ def with_odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     ]
     odd = tensor.detach().clone().as_strided(tensor.shape, strides)
     return odd.requires_grad_(tensor.requires_grad)
-
-
-def reachable(sample: Sample) -> contextlib.AbstractContextManager[None]:
-    if not env.triton_interpreted():
-        return contextlib.nullcontext()
-    import triton_interpreter_strict
-
-    return triton_interpreter_strict.reachable(list(sample.tensors))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +51,7 @@ def test_strides_of_dims_of_one_element_say_nothing(
 ) -> None:
     dense = fresh(sample).map(lambda t: t.detach().contiguous().requires_grad_(t.requires_grad))
     call = dense.map(with_odd_strides)
-    with fusedops.use_backend(backend), reachable(call):
+    with fusedops.use_backend(backend), reachable(call.tensors):
         odd = run(
             spec.op,
             call,

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from op_testing import assert_close
+from comparing import assert_close
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError

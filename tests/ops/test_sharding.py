@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_close
+from comparing import assert_close
 
 from fusedops.specs import Sample, Spec, _routing, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, fresh, incoming, run, truth
@@ -100,10 +100,15 @@ def _column_worker(rank: int) -> None:
     _assert_as_one_process(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
     gated = Sample("columns", (*leaves[:2], torch.randn(8, 12, requires_grad=True)))
     _assert_as_one_process(all_specs()["linear_glu"], gated, mesh, {(8, 12): Shard(0)}, Shard(1))
+    shapes = ((4, 6, 8), (8,))
+    sample = Sample("bias", tuple(torch.randn(*shape, requires_grad=True) for shape in shapes))
+    for dim, of_bias in ((1, {}), (2, {shapes[1]: Shard(0)})):
+        placements = {shapes[0]: Shard(dim), **of_bias}
+        _assert_as_one_process(all_specs()["bias_gelu"], sample, mesh, placements, Shard(dim))
 
 
 @pytest.mark.distributed
-def test_linear_layers_are_column_parallel_without_communication(
+def test_columns_are_sharded_without_communication(
     on_new_world: Callable[..., Any],
 ) -> None:
     on_new_world(_column_worker)

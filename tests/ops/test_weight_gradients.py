@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -64,18 +65,13 @@ def errors(grads: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
     return [float((a.double() - b).square().mean()) for a, b in zip(grads, truth, strict=True)]
 
 
-def assert_same(got: Any, want: Any) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 @HALF
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_the_float32_sum_is_rounded_once(dtype: torch.dtype, parts: int) -> None:
     layer, exact = Experts(dtype), Experts(torch.float64)
     truth = exact.gradients(1)
     whole, cut = layer.gradients(1), layer.gradients(parts)
-    assert_same(cut[:2], [each.to(dtype) for each in layer.sums(parts)])
+    assert_same_bits(cut[:2], [each.to(dtype) for each in layer.sums(parts)])
     one, many = errors(whole, truth), errors(cut, truth)
     usual = errors(layer.gradients(parts, on=False), truth)
     for alone, together, added in zip(one, many, usual, strict=True):
@@ -106,14 +102,14 @@ def test_grouped_mm_sums_as_well(dtype: torch.dtype) -> None:
     expected = grads(False, grad_weight_into=into)
     usual, got = grads(False), grads(True)
     assert expected[1] is None
-    assert_same([got[0], got[1]], [expected[0], into.mT.to(dtype)])
+    assert_same_bits([got[0], got[1]], [expected[0], into.mT.to(dtype)])
     assert not torch.equal(got[1], usual[1]) and not torch.equal(got[2], usual[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_wide_weights_are_left_to_autograd(dtype: torch.dtype) -> None:
     layer = Experts(dtype)
-    assert_same(layer.gradients(3), layer.gradients(3, on=False))
+    assert_same_bits(layer.gradients(3), layer.gradients(3, on=False))
 
 
 def test_under_autocast_the_sum_is_handed_on_as_it_is() -> None:
@@ -121,7 +117,7 @@ def test_under_autocast_the_sum_is_handed_on_as_it_is() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output = layer.output(3)
     grads = torch.autograd.grad(output, layer.parameters, layer.grad.bfloat16())
-    assert_same(grads[:2], halves.sums(3))
+    assert_same_bits(grads[:2], halves.sums(3))
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
@@ -134,7 +130,7 @@ def test_a_graph_can_be_differentiated_again() -> None:
     (alone,) = torch.autograd.grad(output, layer.w2, layer.grad, retain_graph=True)
     assert torch.equal(alone, first[1])
     output.backward(layer.grad)
-    assert_same([parameter.grad for parameter in layer.parameters], first)
+    assert_same_bits([parameter.grad for parameter in layer.parameters], first)
 
 
 def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
@@ -157,7 +153,7 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
     with pytest.raises(ArithmeticError):
         torch.autograd.grad(output, layer.parameters, layer.grad, retain_graph=True)
     assert len(seen) == 2, "one part had been added"
-    assert_same(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
+    assert_same_bits(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -167,7 +163,7 @@ def test_checkpointing_around_the_calls(reentrant: bool) -> None:
     # The reentrant form needs an argument with a gradient.
     output = checkpoint(lambda _: layer.output(3), layer.x, use_reentrant=reentrant)
     output.backward(layer.grad)
-    assert_same([parameter.grad for parameter in layer.parameters], expected)
+    assert_same_bits([parameter.grad for parameter in layer.parameters], expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -178,7 +174,7 @@ def test_checkpointing_inside_of_each_call(recompute: bool) -> None:
     layer.wrap = lambda function, *args, **options: checkpoint(
         function, *args, use_reentrant=False, **options
     )
-    assert_same(layer.gradients(3, recompute=recompute), expected)
+    assert_same_bits(layer.gradients(3, recompute=recompute), expected)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -188,7 +184,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     layer.b2.requires_grad_(False)
     layer.output(3).backward(layer.grad)
     assert layer.w1.grad is None and layer.b2.grad is None
-    assert_same([layer.w2.grad, layer.b1.grad], [expected[1], expected[2]])
+    assert_same_bits([layer.w2.grad, layer.b1.grad], [expected[1], expected[2]])
     with torch.no_grad():
         assert not layer.output(3).requires_grad
 
@@ -261,7 +257,7 @@ def test_views_of_a_tensor_that_is_no_leaf() -> None:
     leaf = layer.w1
     layer.w1 = leaf * 1.0
     grads = torch.autograd.grad(layer.output(3), [leaf, *layer.parameters[1:]], layer.grad)
-    assert_same(grads, expected)
+    assert_same_bits(grads, expected)
 
 
 def test_an_error_in_the_middle_ends_it() -> None:
@@ -305,4 +301,4 @@ def test_compiled_calls_are_left_to_autograd() -> None:
     with summed(True):
         cut = zip(layer.x.tensor_split(2), plans, strict=True)
         output = torch.cat([part(x, plan) for x, plan in cut])
-    assert_same(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
+    assert_same_bits(torch.autograd.grad(output, layer.parameters, layer.grad), expected)

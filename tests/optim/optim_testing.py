@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-
-from fusedops._core import dtypes, env
 
 # A bias, a chunk and a bit, several chunks, nothing, one element.
 SHAPES = ((7,), (3, 5, 2), (129, 131), (40000,), (0, 4), ())
@@ -50,46 +46,3 @@ def run(
         set_gradients(params, step)
         optimizer.step()
     return [param.detach() for param in params]
-
-
-def assert_within(
-    actual: Sequence[torch.Tensor],
-    eager: Sequence[torch.Tensor],
-    truth: Sequence[torch.Tensor],
-    *,
-    steps: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Assert that each error is at most twice that of torch, and a rounding of each step."""
-    for got, theirs, true in zip(actual, eager, truth, strict=True):
-        true = true.double()
-        budget = dtypes.error_budget(theirs, true, dtype, depth=steps)
-        error = (got.double() - true).abs()
-        assert bool((error <= budget).all()), f"{error.max()} of {budget.min()}"
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Assert that tensors, or whatever holds tensors, are equal bit for bit."""
-    if isinstance(expected, torch.Tensor):
-        assert actual.dtype == expected.dtype and actual.shape == expected.shape
-        both = (each.detach().contiguous().reshape(-1) for each in (actual, expected))
-        assert torch.equal(*(each.view(torch.uint8) for each in both))
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        for key in expected:
-            assert_same(actual[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for each, other in zip(actual, expected, strict=True):
-            assert_same(each, other)
-    else:
-        assert actual == expected
-
-
-def reachable(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Tell the interpreter, where it runs, of tensors that kernels find in a table."""
-    if not env.triton_interpreted():
-        return contextlib.nullcontext()
-    import triton_interpreter_strict
-
-    return triton_interpreter_strict.reachable(tensors)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim_testing import assert_same, assert_within, parameters, run, set_gradients
+from comparing import assert_all_close, assert_same_bits
+from optim_testing import parameters, run, set_gradients
 from torch import nn
 
 import fusedops
@@ -37,7 +38,7 @@ def test_float64_is_torchs(options: dict[str, Any], backend: str) -> None:
     with fusedops.use_backend(backend):
         ours = run(lambda params: AdamW(params, **options), dtype=torch.float64)
     theirs = run(lambda params: STOCK(params, **options), dtype=torch.float64)
-    assert_within(ours, theirs, theirs, steps=5, dtype=torch.float64)
+    assert_all_close(ours, theirs, theirs, depth=5)
 
 
 @backends
@@ -53,7 +54,7 @@ def test_float32_is_as_near_to_float64_as_torchs(options: dict[str, Any], backen
         for a, b in zip(parameters(), parameters(torch.float64), strict=True)
     ]
     truth = [each + moved for each, moved in zip(truth, start, strict=True)]
-    assert_within(ours, theirs, truth, steps=20)
+    assert_all_close(ours, truth, theirs, depth=20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,7 +64,7 @@ def test_half_precision_alone_is_torchs(dtype: torch.dtype) -> None:
     wide = [nn.Parameter(param.detach().double()) for param in parameters(dtype)]
     set_gradients(wide, 0)
     STOCK(wide).step()
-    assert_within(ours, theirs, [param.detach() for param in wide], dtype=dtype)
+    assert_all_close(ours, [param.detach() for param in wide], theirs)
 
 
 @pytest.mark.parametrize(("betas", "first"), [((0.9, 0.999), "3.1623"), ((0.9, 0.95), "0.44721")])
@@ -113,9 +114,9 @@ def test_a_master_is_stepped_in_float32_and_the_parameter_is_its_rounding(
             stock.step()
     for param, wide in zip(params, exact, strict=True):
         state = optimizer.state[param]
-        assert_same(state["master"], wide.detach())
-        assert_same(param.detach(), wide.detach().to(dtype))
-        assert_same(state["exp_avg_sq"], stock.state[wide]["exp_avg_sq"])
+        assert_same_bits(state["master"], wide.detach())
+        assert_same_bits(param.detach(), wide.detach().to(dtype))
+        assert_same_bits(state["exp_avg_sq"], stock.state[wide]["exp_avg_sq"])
 
 
 def test_threads_do_not_show() -> None:
@@ -125,8 +126,8 @@ def test_threads_do_not_show() -> None:
         torch.set_num_threads(threads)
         results.append(run(lambda params: AdamW(params, state_dtype=torch.bfloat16, max_norm=0.5)))
     torch.set_num_threads(before)
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
 
 
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
@@ -137,7 +138,7 @@ def test_groups_and_their_order_do_not_show(state_dtype: torch.dtype | None) -> 
         return AdamW(groups, state_dtype=state_dtype, max_norm=0.1)
 
     whole = run(lambda params: AdamW(names(params), state_dtype=state_dtype, max_norm=0.1))
-    assert_same(run(grouped), whole)
+    assert_same_bits(run(grouped), whole)
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 1000, 16384, 30001])
@@ -153,7 +154,7 @@ def test_where_a_tensor_is_cut_does_not_show(cut: int) -> None:
         for part, grad in zip(parts, param.grad.split([cut, 40000 - cut]), strict=True):
             part.grad = grad
         optimizer.step()
-    assert_same(torch.cat([part.detach() for part in parts]), whole)
+    assert_same_bits(torch.cat([part.detach() for part in parts]), whole)
 
 
 def test_any_strides_of_parameters_and_gradients() -> None:
@@ -177,11 +178,11 @@ def test_any_strides_of_parameters_and_gradients() -> None:
     param.grad = torch.ones(1, 1).expand(6, 10)
     AdamW([param]).step()
     for result in results[1:]:
-        assert_same(result, results[0])
+        assert_same_bits(result, results[0])
     other = nn.Parameter(base.clone())
     other.grad = torch.ones(6, 10)
     AdamW([other]).step()
-    assert_same(param.detach(), other.detach())
+    assert_same_bits(param.detach(), other.detach())
 
 
 def test_states_of_torch_go_on_here_and_back() -> None:
@@ -196,16 +197,16 @@ def test_states_of_torch_go_on_here_and_back() -> None:
     ours = AdamW(params)
     ours.load_state_dict(copy.deepcopy(stock.state_dict()))
     assert ours.param_groups[0]["lr"] == 0.02
-    assert_same(ours.state_dict()["state"], stock.state_dict()["state"])
+    assert_same_bits(ours.state_dict()["state"], stock.state_dict()["state"])
     steps(ours, 3, 6)
     back = STOCK(params)
     back.load_state_dict(copy.deepcopy(ours.state_dict()))
-    assert_same(back.state_dict()["state"], ours.state_dict()["state"])
+    assert_same_bits(back.state_dict()["state"], ours.state_dict()["state"])
     steps(back, 6, 9)
     got = [param.detach() for param in params]
     theirs = run(lambda params: STOCK(params, lr=0.02, amsgrad=True, fused=True), steps=9)
     truth = run(lambda params: STOCK(params, lr=0.02, amsgrad=True), steps=9)
-    assert_within(got, theirs, truth, steps=9)
+    assert_all_close(got, truth, theirs, depth=9)
 
 
 def test_masters_and_moments_keep_their_dtypes_when_loaded() -> None:
@@ -216,7 +217,7 @@ def test_masters_and_moments_keep_their_dtypes_when_loaded() -> None:
     saved = copy.deepcopy(ours.state_dict())
     again = AdamW(params, master_weights=True)
     again.load_state_dict(saved)
-    assert_same(again.state_dict(), saved)
+    assert_same_bits(again.state_dict(), saved)
     stock = STOCK(params)
     stock.load_state_dict(copy.deepcopy(saved))
     set_gradients(params, 1)
@@ -233,7 +234,7 @@ def test_masters_and_moments_keep_their_dtypes_when_loaded() -> None:
         "param_groups": saved["param_groups"],
     }
     plain.load_state_dict(without)
-    assert_same(plain.state[params[2]]["master"], params[2].detach().float())
+    assert_same_bits(plain.state[params[2]]["master"], params[2].detach().float())
 
 
 def test_copies_of_an_optimizer_go_on_as_it_does() -> None:
@@ -250,7 +251,7 @@ def test_copies_of_an_optimizer_go_on_as_it_does() -> None:
         mine = copy.deepcopy(optimizer)
         set_gradients(mine.param_groups[0]["params"], 1)
         mine.step()
-        assert_same(fresh, [each.detach() for each in mine.param_groups[0]["params"]])
+        assert_same_bits(fresh, [each.detach() for each in mine.param_groups[0]["params"]])
 
 
 def test_names_exclude_from_decay() -> None:
@@ -262,7 +263,7 @@ def test_names_exclude_from_decay() -> None:
     for param in params:
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    assert_same(params[1].detach(), before[1])
+    assert_same_bits(params[1].detach(), before[1])
     assert bool((params[0].detach().abs() < before[0].abs()).all())
 
 
@@ -287,7 +288,7 @@ def test_grad_scaler_as_with_torchs_fused(unscaled: bool) -> None:
         results.append(([param.detach() for param in params], state["step"], scaler.get_scale()))
     (ours, count, scale), (theirs, their_count, their_scale) = results
     assert count == their_count == 5 and scale == their_scale
-    assert_within(ours, theirs, theirs, steps=6)
+    assert_all_close(ours, theirs, theirs, depth=6)
 
 
 def test_clipping_in_the_step_is_clipping_before_it() -> None:
@@ -301,7 +302,7 @@ def test_clipping_in_the_step_is_clipping_before_it() -> None:
         second.step()
         assert second.grad_norm == norm
         assert (norm > 0.25) == (step != 2)
-    assert_same([each.detach() for each in fused], [each.detach() for each in separate])
+    assert_same_bits([each.detach() for each in fused], [each.detach() for each in separate])
 
 
 def test_clipping_in_the_step_is_by_the_norm_of_unscaled_gradients() -> None:
@@ -327,7 +328,7 @@ def test_a_step_that_is_not_finite_is_skipped_whole(value: float) -> None:
     assert params[3].grad is not None
     params[3].grad[39999] = value
     optimizer.step()
-    assert_same([optimizer.state_dict(), [each.detach() for each in params]], before)
+    assert_same_bits([optimizer.state_dict(), [each.detach() for each in params]], before)
     assert optimizer.grad_norm is not None and not optimizer.grad_norm.isfinite()
 
 
@@ -351,7 +352,7 @@ def test_schedulers_and_closures(tensor_lr: bool) -> None:
             scheduler.step()
         assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
         results.append([param.detach() for param in params])
-    assert_within(results[0], results[1], results[1], steps=5, dtype=torch.float64)
+    assert_all_close(results[0], results[1], results[1], depth=5)
 
 
 def test_parameters_without_gradient_stay() -> None:
@@ -361,7 +362,7 @@ def test_parameters_without_gradient_stay() -> None:
     before = params[2].detach().clone()
     optimizer = AdamW(params)
     optimizer.step()
-    assert_same(params[2].detach(), before)
+    assert_same_bits(params[2].detach(), before)
     assert params[2] not in optimizer.state and params[1] in optimizer.state
     for param in params:
         param.grad = None
@@ -402,23 +403,18 @@ def test_trainer_takes_it(tmp_path: Any) -> None:
         checkpoint = torch.load(tmp_path / make.__module__ / "checkpoint-4" / "optimizer.pt")
         assert len(checkpoint["state"]) == len(list(model.parameters()))
         results.append([param.detach() for param in model.parameters()])
-    assert_within(results[0], results[1], results[1], steps=4)
+    assert_all_close(results[0], results[1], results[1], depth=4)
 
 
 def test_what_it_refuses_is_said_and_nothing_is_written() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
     for arguments, error, words in (
-        ({"capturable": 1}, TypeError, "capturable"),
         ({"differentiable": True}, fusedops.UnsupportedError, "differentiable"),
         ({"state_dtype": torch.float16}, ValueError, "state_dtype"),
         ({"max_norm": 0.0}, ValueError, "max_norm"),
-        ({"max_norm": "1"}, TypeError, "max_norm"),
-        ({"no_decay": "bias"}, TypeError, "no_decay"),
         ({"no_decay": ("*.bias",)}, ValueError, "named"),
         ({"lr": -1.0}, ValueError, "AdamW: lr must be at least 0"),
         ({"foreach": True, "fused": True}, RuntimeError, "fused"),
-        ({"bias_correction": 1}, TypeError, "bias_correction"),
-        ({"master_weights": None}, TypeError, "master_weights"),
     ):
         with pytest.raises(error, match=words):
             AdamW([weight], **arguments)
@@ -432,8 +428,8 @@ def test_what_it_refuses_is_said_and_nothing_is_written() -> None:
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(fusedops.UnsupportedError, match=r"'table'.*SparseAdam"):
         optimizer.step()
-    assert_same(optimizer.state_dict(), before)
-    assert_same(weight.detach(), torch.ones(3, 2))
+    assert_same_bits(optimizer.state_dict(), before)
+    assert_same_bits(weight.detach(), torch.ones(3, 2))
 
 
 def test_a_parameter_that_changed_is_named() -> None:
@@ -451,14 +447,14 @@ def test_a_parameter_that_changed_is_named() -> None:
         weight.grad = torch.ones_like(weight)
         with pytest.raises(ValueError, match=f"the {words}.*'dense.weight'"):
             optimizer.step()
-        assert_same(optimizer.state_dict(), before)
+        assert_same_bits(optimizer.state_dict(), before)
     weight.grad = None
     weight.data = torch.ones(3, 2)
     weight.grad = torch.ones_like(weight)
     optimizer.state[weight]["exp_avg"] = torch.ones(3, 2, device="meta")
     with pytest.raises(ValueError, match="the device must be meta of parameter 'dense.weight'"):
         optimizer.step()
-    assert_same(weight.detach(), torch.ones(3, 2))
+    assert_same_bits(weight.detach(), torch.ones(3, 2))
 
 
 def test_the_state_of_another_model_changes_nothing() -> None:
@@ -476,4 +472,4 @@ def test_the_state_of_another_model_changes_nothing() -> None:
     sgd.step()
     with pytest.raises(ValueError, match="exp_avg.*momentum_buffer"):
         optimizer.load_state_dict(sgd.state_dict())
-    assert_same(optimizer.state_dict(), before)
+    assert_same_bits(optimizer.state_dict(), before)

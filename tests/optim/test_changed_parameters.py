@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 from offload_testing import TinyModel, train
-from optim_testing import assert_same, parameters, reachable, set_gradients
+from optim_testing import parameters, set_gradients
+from reachable import reachable
 from torch import nn
 
 import fusedops
@@ -140,9 +142,9 @@ def test_masters_follow(
             optimizer.reload_model_params()
 
     want = closed(masters, dtype=dtype, **{when: at(step, expected)})
-    assert_same(closed(KINDS[kind][0], dtype=dtype, **{when: at(step, given)}), want)
+    assert_same_bits(closed(KINDS[kind][0], dtype=dtype, **{when: at(step, given)}), want)
     if change is swap_and_back:
-        assert_same(want, closed(masters, dtype=dtype))
+        assert_same_bits(want, closed(masters, dtype=dtype))
 
 
 @pytest.mark.interpreter
@@ -167,7 +169,7 @@ def test_masters_follow_in_triton(dtype: torch.dtype) -> None:
             with reachable(tables), fusedops.use_backend("triton"):
                 optimizer.step()
         results.append([[each.detach() for each in params], optimizer.state_dict()["state"]])
-    assert_same(results[1], results[0])
+    assert_same_bits(results[1], results[0])
 
 
 @pytest.mark.parametrize("first", ["weights", "states"])
@@ -192,8 +194,8 @@ def test_a_checkpoint_is_resumed_in_either_order(kind: str, first: str) -> None:
     for owner, state in loads if first == "weights" else reversed(loads):
         owner.load_state_dict(state)
     steps(fresh, resumed, 2, 3)
-    assert_same(list(fresh.parameters()), list(model.parameters()))
-    assert_same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_same_bits(list(fresh.parameters()), list(model.parameters()))
+    assert_same_bits(resumed.state_dict()["state"], optimizer.state_dict()["state"])
     for each in (optimizer, resumed):
         if isinstance(each, OffloadedAdamW):
             each.close()
@@ -208,7 +210,7 @@ def test_a_method_reads_the_parameters_at_once(kind: str) -> None:
     through_data(model)
     optimizer.reload_model_params()
     for param in model.parameters():
-        assert_same(optimizer.state[param]["master"].to(param.dtype), param.detach())
+        assert_same_bits(optimizer.state[param]["master"].to(param.dtype), param.detach())
     if isinstance(optimizer, OffloadedAdamW):
         optimizer.close()
 
@@ -262,7 +264,7 @@ def test_a_copy_that_failed_is_no_change(overlap: bool, changes: bool) -> None:
         if isinstance(optimizer, OffloadedAdamW):
             assert engine._left < -1
             optimizer.close()
-    assert_same(*results)
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

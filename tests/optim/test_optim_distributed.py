@@ -10,7 +10,7 @@ import optim_models
 import optim_ranks
 import pytest
 import torch
-from optim_testing import assert_same
+from comparing import assert_same_bits
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +28,7 @@ def test_shards_do_not_show(on_ranks: OnRanks, kind: str, layout: str) -> None:
     members = [result for result in results if result is not None]
     assert len(members) in (2, 4)
     for member in members:
-        assert_same(member, expected)
+        assert_same_bits(member, expected)
 
 
 @each_kind
@@ -38,14 +38,14 @@ def test_fsdp2_gives_the_bits_of_one_process(
 ) -> None:
     expected = on_ranks(optim_ranks.alone, kind, options)[0]
     for answer in on_ranks(optim_ranks.fsdp_steps, kind, options)[:4]:
-        assert_same(answer, expected)
+        assert_same_bits(answer, expected)
 
 
 @each_kind
 def test_masters_of_shards_follow_changed_parameters(on_ranks: OnRanks, kind: str) -> None:
     expected = on_ranks(optim_ranks.changed_steps, "adamw", False)[0][0]
     for answer, reads in on_ranks(optim_ranks.changed_steps, kind, True)[:4]:
-        assert_same(answer, expected)
+        assert_same_bits(answer, expected)
         # All of them once, then only those that were changed: FSDP2 itself writes to none.
         assert reads == ([0, 0, 0] if kind == "adamw" else [8, 2, 0])
 
@@ -55,7 +55,7 @@ def test_ddp_steps_with_the_reduced_gradients(on_ranks: OnRanks) -> None:
     expected = on_ranks(optim_ranks.ddp_steps, "adamw", options)[0]
     for kind in ("late", "overlapped"):
         for answer in on_ranks(optim_ranks.ddp_steps, kind, options)[:2]:
-            assert_same(answer, expected)
+            assert_same_bits(answer, expected)
 
 
 @each_kind
@@ -67,7 +67,7 @@ def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(
     expected = on_ranks(optim_models.language, kind, False, options)[0]
     assert expected[0][-1] < expected[0][0]
     for answer in on_ranks(optim_models.language, kind, True, options)[:2]:
-        assert_same(answer, expected)
+        assert_same_bits(answer, expected)
 
 
 @each_kind
@@ -76,7 +76,7 @@ def test_tensor_parallel_modules_step_as_whole_ones(
     on_ranks: OnRanks, kind: str, options: dict[str, Any]
 ) -> None:
     for found, expected, begun in on_ranks(optim_models.tensor_parallel, kind, options)[:2]:
-        assert_same(found, expected)
+        assert_same_bits(found, expected)
         assert bool(begun) == (kind == "overlapped")
 
 
@@ -89,6 +89,6 @@ def test_checkpoints_of_other_meshes_and_of_torch(
     moments = [each[1:] for each in trained]
     for rank in (0, 1):
         ours, loaded_masters, stock = results[rank][2:]
-        assert_same(ours, moments)
-        assert_same(loaded_masters, masters)
-        assert_same(stock, [[each.bfloat16() for each in pair] for pair in moments])
+        assert_same_bits(ours, moments)
+        assert_same_bits(loaded_masters, masters)
+        assert_same_bits(stock, [[each.bfloat16() for each in pair] for pair in moments])

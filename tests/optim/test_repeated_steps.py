@@ -1,7 +1,7 @@
 """Steps like the one before: what the host copies and looks at, and what a CUDA graph may keep.
 
 No GPU is needed: the tensors are on the CPU, and what is launched is a function that reads the
-tables (``adamw_launches.py``). ``test_graphs.py`` has the same on a GPU.
+tables. ``test_graphs.py`` has the same on a GPU.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from optim_testing import assert_same, parameters, reachable, set_gradients
+from comparing import assert_same_bits
+from optim_testing import parameters, set_gradients
+from reachable import reachable
 from torch import nn
 
 import fusedops
-from fusedops._core import backends, extension
+from fusedops._core import backends, env, extension
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._repeated import RepeatedStep
 
 pytest.importorskip("triton")
-import adamw_launches
-
-from fusedops.kernels import _pointer_table
+from fusedops.kernels import _pointer_table, adamw, square_sums
 
 needs_library = pytest.mark.skipif(
     extension.cpu_library() is not None, reason="the compiled library looks at the tensors"
@@ -36,7 +37,7 @@ needs_library = pytest.mark.skipif(
 
 
 class Gpu:
-    """Stands for a GPU: what was launched, and what was copied to the device.
+    """Stands for a GPU and for the kernel of a step: what was launched, what was copied to it.
 
     Attributes:
         tables: of the launches of the step, in order: the tensor that the kernel reads.
@@ -52,7 +53,10 @@ class Gpu:
         self.copies = self.allocated = 0
         self.captured = False
 
-    def launched(self, table: torch.Tensor, *_: Any, **__: Any) -> None:
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launched
+
+    def _launched(self, table: torch.Tensor, *_: Any, **__: Any) -> None:
         self.tables.append(table)
         self.rows.append(table.clone())
 
@@ -77,7 +81,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(_pointer_table, "_staging", counted_staging)
     monkeypatch.setattr(_pointer_table, "capturing", lambda device: made.captured)
     monkeypatch.setattr(_pointer_table, "_copies", type(_pointer_table._copies)())
-    with adamw_launches.stand_in(adamw_launches.Launches(made.launched)):
+    monkeypatch.setattr(extension, "triton_missing", lambda: None)
+    monkeypatch.setattr(env, "triton_interpreted", lambda: True)
+    monkeypatch.setattr(adamw, "_step_kernel", made)
+    for owner, name in (
+        (adamw, "_count_kernel"),
+        (square_sums, "_parts_kernel"),
+        (square_sums, "_sums_kernel"),
+    ):
+        monkeypatch.setattr(owner, name, mock.MagicMock())  # whose launches do nothing
+    with fusedops.use_backend("triton"):
         yield made
 
 
@@ -170,7 +183,7 @@ def test_a_gradient_that_moves_gets_another_table(gpu: Gpu) -> None:
     assert optimizer._repeated is repeated is not None
     assert gpu.copies == 2  # that of the step and that of the norm
     assert gpu.tables[0] is not first
-    assert_same(first, before)  # a launch before may still read it
+    assert_same_bits(first, before)  # a launch before may still read it
     assert after[:, 1].tolist() == addresses(params)
     changed = (after != before).nonzero().tolist()
     assert changed == [[3, 1]]
@@ -398,12 +411,12 @@ def test_each_capture_owns_its_tables(gpu: Gpu) -> None:
     kept = {id(each) for each in optimizer._captures.tables}
     assert {id(table), id(other)} <= kept
     # Later steps write to none of them, nor do they read what only a replay has filled.
-    assert_same(stepped(gpu, optimizer), other_rows)
+    assert_same_bits(stepped(gpu, optimizer), other_rows)
     assert gpu.copies == 2 and gpu.tables[0] is not other
     new_gradients(params)
     stepped(gpu, optimizer)
-    assert_same(table, rows)
-    assert_same(other, other_rows)
+    assert_same_bits(table, rows)
+    assert_same_bits(other, other_rows)
 
 
 @needs_library
@@ -422,7 +435,7 @@ def test_a_capture_reads_the_tables_that_are_there(gpu: Gpu, steps: int) -> None
     new_gradients(params)
     rows = table.clone()
     stepped(gpu, optimizer)
-    assert_same(table, rows)
+    assert_same_bits(table, rows)
 
 
 def test_what_a_capture_cannot_have_is_refused(gpu: Gpu) -> None:
@@ -462,7 +475,7 @@ def test_a_learning_rate_in_a_tensor_is_that_number(dtype: torch.dtype, backend:
                 else:
                     optimizer.param_groups[0]["lr"] *= 0.5
         results.append([param.detach() for param in params])
-    assert_same(results[0], results[1])
+    assert_same_bits(results[0], results[1])
 
 
 def test_capturable_is_of_the_optimizer_and_not_of_a_checkpoint() -> None:
@@ -481,7 +494,7 @@ def test_capturable_is_of_the_optimizer_and_not_of_a_checkpoint() -> None:
     stock = torch.optim.AdamW(params, capturable=True)
     stock.load_state_dict(copy.deepcopy(saved))
     optimizer.load_state_dict(stock.state_dict())
-    assert_same(optimizer.state_dict()["state"], saved["state"])
+    assert_same_bits(optimizer.state_dict()["state"], saved["state"])
 
 
 EVERY: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -527,7 +540,7 @@ def test_repeated_steps_have_the_bits_of_others(
                 optimizer.step()
         results.append([[each.detach() for each in params], optimizer.state_dict()["state"]])
     assert [each is not None for each in repeated] == [False, False, True, True] + [False] * 4
-    assert_same(results[0], results[1])
+    assert_same_bits(results[0], results[1])
 
 
 def test_a_request_is_counted_as_a_change() -> None:

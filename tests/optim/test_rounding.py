@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from optim_testing import assert_same, reachable
+from comparing import assert_same_bits
+from reachable import reachable
 from torch import nn
 
 import fusedops
@@ -92,8 +93,8 @@ def test_any_mixture_of_dtypes(
 def test_found_inf_leaves_all_as_it_was(backend: str) -> None:
     given, before = batch(*FLOATING), batch(*FLOATING)
     step(given, backend, found_inf=torch.tensor(1.0))
-    assert_same(results(given), results(before))
-    assert_same(given.steps, before.steps)
+    assert_same_bits(results(given), results(before))
+    assert_same_bits(given.steps, before.steps)
     step(given, backend, found_inf=torch.tensor(0.0))
     assert [each.item() for each in given.steps] == [5.0] * 3
 
@@ -139,8 +140,8 @@ def test_every_backend_draws_the_same_numbers(
     for mine, theirs in zip(
         both[0].exp_avgs + both[0].exp_avg_sqs, both[1].exp_avgs + both[1].exp_avg_sqs, strict=True
     ):
-        assert_same(mine, theirs)
-    assert_same(both[0].max_exp_avg_sqs, both[1].max_exp_avg_sqs)
+        assert_same_bits(mine, theirs)
+    assert_same_bits(both[0].max_exp_avg_sqs, both[1].max_exp_avg_sqs)
     exact = both[0].grads[0].double() * 0.5
     assert not torch.equal(both[0].exp_avgs[0], exact.bfloat16()), "nothing was drawn"
 
@@ -159,7 +160,7 @@ def test_every_backend_numbers_the_elements_of_strided_parts_alike(
         given.draws = [Draw(-77, 2**34 + 5, run, pitch)]
         step(given, name)
         moments.append(given.exp_avgs + given.exp_avg_sqs)
-    assert_same(*moments)
+    assert_same_bits(*moments)
 
 
 @pytest.mark.parametrize("cuts", [[1000], [1, 2, 3, 1234], [32, 64, 2999]])
@@ -170,7 +171,7 @@ def test_a_part_draws_what_it_draws_in_the_whole(cuts: list[int]) -> None:
     for each in (parts, whole):
         adamw(each, lr=0.5, betas=(0.5, 0.5), eps=1.0)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        assert_same(torch.cat(getattr(parts, name)), getattr(whole, name)[0])
+        assert_same_bits(torch.cat(getattr(parts, name)), getattr(whole, name)[0])
 
 
 def test_columns_of_a_matrix_draw_what_they_draw_in_the_whole() -> None:
@@ -185,7 +186,7 @@ def test_columns_of_a_matrix_draw_what_they_draw_in_the_whole() -> None:
         adamw(each, lr=0.5, betas=(0.5, 0.5), eps=1.0)
     for name in ("params", "exp_avgs", "exp_avg_sqs"):
         expected = getattr(whole, name)[0].view(rows, columns)[:, begin : begin + width]
-        assert_same(getattr(part, name)[0], expected.contiguous())
+        assert_same_bits(getattr(part, name)[0], expected.contiguous())
 
 
 def test_the_mean_of_many_roundings_is_the_value() -> None:
@@ -224,7 +225,7 @@ def test_names_decide_and_wrappers_do_not() -> None:
         return optimizer.state[param]["exp_avg"]
 
     plain = moment("layers.0.weight")
-    assert_same(moment("module._orig_mod.layers.0.weight"), plain)
+    assert_same_bits(moment("module._orig_mod.layers.0.weight"), plain)
     assert not torch.equal(moment("layers.1.weight"), plain)
     assert not torch.equal(moment("layers.0.weight", seed=1), plain)
 
