@@ -126,7 +126,7 @@ CASES += [
 ]
 # Every operator around the values where its result changes, negative ones too.
 CASES += [
-    case(None if holds else "k must be", tensor(3), k, x="T [n]", k=rule, others="int k")
+    case(None if holds else "k must be", "x: T [n]", f32(3), k, others="int k", k=rule)
     for sign in contract.OPERATORS
     for k in (-7, 2, 3, 4, 7)
     for rule, holds in (
