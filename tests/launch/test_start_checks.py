@@ -71,7 +71,9 @@ def test_nccl_connects_at_once_and_hosts_have_gloo(monkeypatch: pytest.MonkeyPat
     calls: list[tuple[str, dict[str, Any]]] = []
     world, hosts = object(), object()
     monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: calls.append((kind, how)))
-    monkeypatch.setattr(dist, "new_group", lambda backend: hosts if backend == "gloo" else None)
+    monkeypatch.setattr(
+        dist, "new_group", lambda backend, **_: hosts if backend == "gloo" else None
+    )
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     companions: dict[object, object] = {}
     monkeypatch.setattr(host_groups, "_companions", companions)

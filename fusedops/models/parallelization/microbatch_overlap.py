@@ -160,10 +160,7 @@ def _run_layers(
         halves = zip(xs, contexts, (True, False), strict=True)
         phases = [_phases(layers, *half, routed) for half in halves]
         xs = tuple(run_interleaved(phases, lead=_LEAD))
-        losses = []
-        for layer, of_halves in routed.items():
-            logits, expert_ids = map(torch.cat, zip(*of_halves, strict=True))
-            losses.append(layer.auxiliary_loss(logits, expert_ids, contexts[0]))
+        losses = [_auxiliary_loss(*of_layer, contexts[0]) for of_layer in routed.items()]
     present = [loss for loss in losses if loss is not None]
     return xs, sum(present[1:], present[0]) if present else None
 
@@ -253,6 +250,12 @@ def _experts(
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     return context.partition.gather_tokens(branch_BSH)
+
+
+def _auxiliary_loss(layer: Layer, halves: Any, context: ForwardContext) -> torch.Tensor | None:
+    """Return the router's loss over the tokens of both halves."""
+    logits, expert_ids = map(torch.cat, zip(*halves, strict=True))
+    return layer.auxiliary_loss(logits, expert_ids, context)
 
 
 @contextmanager
