@@ -8,6 +8,7 @@ way, 2 for what the user can put right.
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import json
 import logging
 import os
@@ -77,8 +78,6 @@ def train(
 
 
 def _write_example(path: Path) -> None:
-    from fusedops.train.example import example
-
     if path.exists():
         raise files.UserError(f"{path} exists already; give another name: --example other.toml")
     files.write_text(path, example(str(path)))
@@ -235,3 +234,16 @@ class _ProgressPrinter:
             return
         (task,) = self._bar.task_ids
         self._bar.update(task, completed=record["step"], description=figures(record))
+
+
+def example(name: str) -> str:
+    """Return a commented configuration with every key, to be written to a file of this name.
+
+    It runs on the corpus of the demo, the source of the installed sympy, which torch brings.
+    """
+    spec = importlib.util.find_spec("sympy")
+    if spec is None or not spec.submodule_search_locations:
+        raise files.UserError("the example's corpus is the source of sympy: pip install sympy")
+    corpus = Path(next(iter(spec.submodule_search_locations))) / "**" / "*.py"
+    text = Path(__file__).parents[1].joinpath("train", "example.toml").read_text(encoding="utf-8")
+    return text.replace("NAME", name).replace("CORPUS", str(corpus))

@@ -1,6 +1,6 @@
 """Configuration of a training run: one dataclass per table of the configuration file.
 
-``docs/training.md`` explains the keys, and ``example.py`` writes a file with a comment for each.
+``docs/training.md`` explains the keys, and ``example.toml`` has a comment for each.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ def backward(run: Run) -> torch.Tensor:
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
-    # What dropout draws from: the same on all ranks, and after a restart.
-    words = repr((config.seed, run.step)).encode()
-    seed_generators(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))
+    seed_generators(_dropout_seed(config.seed, run.step))
     with run.section("data"):
         shards = [_shard(run, batch) for batch in rows]
     with run.section("backward"):  # without the forwards, which are sections of their own
@@ -128,6 +126,12 @@ def evaluate(run: Run) -> float | None:
     parallel.model.train()
     summed = run.ranks.total(total.item() / parallel.config.tp)[0]
     return summed / (count * config.data.seq_len)
+
+
+def _dropout_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's dropout: the same on all ranks, and after a restart."""
+    words = repr((seed, step)).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def _shard(run: Run, batch: TokenBatch) -> MicroBatch:

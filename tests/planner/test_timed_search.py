@@ -330,8 +330,8 @@ def test_the_picture_has_a_bar_for_each_row_and_the_pipeline(
 
 
 def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fusedops.cli.train import example
     from fusedops.train.config import load_config
-    from fusedops.train.example import example
 
     config, file = tmp_path / "train.toml", tmp_path / "plan.json"
     config.write_text(example(str(config)))
