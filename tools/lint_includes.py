@@ -20,9 +20,9 @@ LAYERS = (
     ("cpu/loss", "cpu/moe", "host", "precompiled"),
     ("cpu/attention", "cpu/product"),
     ("cpu/gemm", "cpu/norm", "cpu/optimizer"),
-    ("cpu/elementwise", "cpu/shared_memory"),
+    ("cpu/elementwise", "runtime/shared_memory"),
     ("cpu/common", "cuda"),
-    (".",),
+    (".", "runtime/arena"),
     ("common",),
 )
 ROWS = {folder: row for row, folders in enumerate(LAYERS) for folder in folders}

@@ -1,4 +1,4 @@
-// Drawn programs of collectives through shared memory (csrc/runtime/shared_memory/collectives.h), whose
+// Drawn programs of collectives through shared memory (csrc/runtime/shared_memory), whose
 // ranks are threads over one mapping: a thread sanitizer sees all of their accesses.
 //
 //   shared_channel PROGRAMS FIRST_SEED
