@@ -36,7 +36,7 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 .PHONY: setup native demo test test-ci test-tiles test-isas test-asan test-sanitizers \
         fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu test-cluster bench bench-gpu lint format check-cuda kernel-report-all \
-        kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
+        kernel-report-versions kernel-report-triton docs site site-check \
         site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows \
         release-check release-build tutorials notebooks test-notebooks
 
@@ -375,13 +375,6 @@ kernel-report-triton: setup
 	  --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/kernel_report.py \
 	  --table triton-$(TRITON)
-
-# Liger's kernels beside ours, in docs/reports/triton_peers.csv; second tier, for its download.
-PEERS := build/peers
-kernel-report-peers: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \
-	  --upgrade --target $(PEERS) liger-kernel==0.8.5
-	PYTHONPATH=$(PEERS) $(BIN)/python tools/peer_kernels.py
 
 docs: setup
 	$(BIN)/python docs/gen_ops.py

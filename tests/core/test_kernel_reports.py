@@ -10,7 +10,6 @@ from pathlib import Path
 import cuda_report
 import kernel_report
 import native_flags
-import peer_kernels
 import pytest
 import report_table
 import torch
@@ -312,26 +311,3 @@ def test_a_digest_follows_callees_and_constants_but_no_comment(
     assert digest(1, before="# moved\n\n\n", comment="# two") == first
     assert digest(2, factor=3) != first
     assert digest(3, limit=9) != first
-
-
-def test_launches_of_peers_are_noted_and_not_run() -> None:
-    launch = pytest.importorskip("fusedops.kernels._launch")
-    parts, sums = torch.ones(3, 1), []
-    found = peer_kernels.noted(lambda: sums.append(launch.sum_rows(parts, torch.bfloat16)))
-    (case,) = found.values()
-    assert case["kernel"] is launch._sum_rows_kernel
-    assert case["signature"] == {"parts_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
-    assert case["constexprs"] == {"num_cols": 1, "BLOCK_M": 32, "BLOCK_N": 32}
-    assert (case["num_warps"], case["resident"]) == (4, 1)
-
-
-def test_a_row_of_a_peer_tells_how_much_faster_ours_may_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    figures = dict.fromkeys(peer_kernels.FIGURES, "0") | {"estimate": "80"}
-    monkeypatch.setattr(kernel_report, "figures", lambda case, capability: figures)
-    ours = {("op", "first", "a"): {"estimate": "100"}, ("op", "second", ""): {"estimate": "50"}}
-    each = peer_kernels.Pass("op", "theirs", 8, (("first", "a", 2), ("second", "", 2)))
-    found = peer_kernels.row(each, {}, ours)
-    # 8 bytes at 0.8 against 2 at 1 and 2 at 0.5: 10 against 6.
-    assert (found["times"], found["our_bytes"], found["our_estimate"]) == ("1.67", "4", "67")
