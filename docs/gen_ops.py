@@ -1,4 +1,4 @@
-"""Writes the page of each op, and the generated tables and charts of README.md and bench_models.md.
+"""Writes the page of each op, and the generated tables and charts of README.md and other pages.
 
     python docs/gen_ops.py
 
@@ -39,13 +39,18 @@ def main() -> None:
         (PAGES / f"{stale}.md").unlink()
     for name, spec in specs.items():
         (PAGES / f"{name}.md").write_text(_page(spec))
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    text = replaced(text, "ops", _ops_table(specs.values()))
-    text = replaced(text, "results", results.table(specs.values()))
-    text = replaced(text, "models", results.models_summary())
-    text = replaced(text, "demo", results.demo_table())
-    readme.write_text(text)
+    for page, tables in {
+        "README.md": {"models": results.models_summary()},
+        "docs/operators.md": {
+            "ops": _ops_table(specs.values()),
+            "results": results.table(specs.values()),
+        },
+        "docs/status.md": {"demo": results.demo_table()},
+    }.items():
+        text = (ROOT / page).read_text()
+        for name, table in tables.items():
+            text = replaced(text, name, table)
+        (ROOT / page).write_text(text)
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))
     page = ROOT / "docs" / "bench_models.md"
     text = replaced(page.read_text(), "models", results.models_table())
@@ -54,7 +59,7 @@ def main() -> None:
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():
         (ROOT / "docs" / name).write_text(picture)
-    print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of README.md")
+    print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of the other pages")
 
 
 def _page(spec: Spec) -> str:
@@ -153,7 +158,7 @@ def _ops_table(specs: Iterable[Spec]) -> str:
             spec.name in cuda_kernels,
         )
         marks = " | ".join("yes" if backend else "" for backend in backends)
-        lines.append(f"| [`{spec.name}`](docs/ops/{spec.name}.md) | {spec.summary} | {marks} |")
+        lines.append(f"| [`{spec.name}`](ops/{spec.name}.md) | {spec.summary} | {marks} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The measurements under ``bench/results`` as README.md and the page of whole models show them."""
+"""The measurements under ``bench/results`` as README.md and the pages show them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table(specs: Iterable[Spec]) -> str:
         f"{first['device_name']} ({folder.name}), {first['threads']} threads, torch "
         f"{first['torch']}, {first['allocator']} allocator on all sides; median of interleaved "
         "rounds, times faster than eager (torch.compile in brackets where it was measured). "
-        "All sizes and machines: [bench/results](bench/results)"
+        "All sizes and machines: [bench/results](../bench/results)"
         + (f" (also {others})." if others else "."),
         "",
         "| op | size | " + " | ".join(f"{dtype} | with backward" for dtype in names) + " |",
@@ -55,7 +55,7 @@ def table(specs: Iterable[Spec]) -> str:
                 cells.append(text + (f" ({compiled:.2f})" if ours and compiled else ""))
         if any(cells):
             size = next(iter(rows.values()))["case"]
-            lines.append(f"| [`{op}`](docs/ops/{op}.md) | {size} | {' | '.join(cells)} |")
+            lines.append(f"| [`{op}`](ops/{op}.md) | {size} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -103,10 +103,10 @@ def models_table() -> str:
 
 
 def models_summary() -> str:
-    """Return a line per machine and dtype: the geometric means over families, and the extremes."""
+    """Return a line per machine and dtype: means over families, extremes and their number."""
     lines = [
-        "| processor | dtype | families | training | forward | decoding, 1 | decoding, 4 |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| processor | dtype | training | forward | decoding, 1 | decoding, 4 | torch, measured |",
+        "|---|---|---:|---:|---:|---:|---|",
     ]
     for record in _model_records():
         for dtype in DTYPES:
@@ -119,9 +119,10 @@ def models_summary() -> str:
                     leads.setdefault(mode, []).append(row.lead)
             if not leads:
                 continue
-            count = max(map(len, leads.values()))
             cells = [_mean(leads.get(mode, [])) for mode in MODES]
-            lines.append(f"| {record.machine['slug']} | {dtype} | {count} | {' | '.join(cells)} |")
+            when = f"{record.versions['torch'].split('+')[0]}, {record.created[:10]}"
+            cells = [record.machine["slug"], dtype, *cells, when]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else "No measurement is committed yet."
 
 
@@ -129,7 +130,7 @@ def _mean(values: list[float]) -> str:
     if not values:
         return ""
     mean = statistics.geometric_mean(values)
-    return f"{mean:.2f} ({min(values):.2f}-{max(values):.2f})"
+    return f"{mean:.2f} ({min(values):.2f}-{max(values):.2f}, n={len(values)})"
 
 
 def model_charts() -> dict[str, str]:
@@ -156,7 +157,8 @@ def _model_records() -> list[BenchRecord]:
         if rows:
             order = {name: number for number, name in enumerate(FAMILIES)}
             rows.sort(key=lambda row: order.get(row.op, len(order)))
-            found.append(replace(records[0], rows=tuple(rows)))
+            newest = max(record.created for record in records)
+            found.append(replace(records[0], rows=tuple(rows), created=newest))
     return found
 
 

@@ -1,8 +1,7 @@
-"""mkdocs hook: the entries of ``nav`` that stand for files which may not exist, and for folders.
+"""mkdocs hook: the entries of ``nav`` that stand for folders.
 
-``page.md?`` is left out while ``docs/page.md`` is missing. ``folder/`` becomes the pages of the
-folder, ``index.md`` first and the others by name; a folder without pages is left out. A generated
-index is an entry of its own. The files of ``examples`` are published unchanged. Pages of the
+``folder/`` becomes the pages of the folder, ``index.md`` first and the others by name; a folder
+without pages is left out. A generated index is an entry of its own. The files of ``examples`` are published unchanged. Pages of the
 repository that are not in ``docs`` are made here, too (``REPOSITORY_PAGES``).
 """
 
@@ -43,12 +42,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the repository, and the overview of the ops."""
+    """Add the pages of the repository and the examples."""
     for source, page in REPOSITORY_PAGES.items():
         if page not in files.src_uris:
             text = (ROOT / source).read_text()
             files.append(File.generated(config, page, content=text))
-    files.append(File.generated(config, "ops/index.md", content=ops_overview()))
     for path in examples():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
@@ -60,35 +58,6 @@ def examples() -> list[str]:
     return sorted(
         path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts
     )
-
-
-def ops_overview() -> str:
-    """Return the page of all ops: README.md's table of them."""
-    text = (ROOT / "README.md").read_text()
-    begin, end = "<!-- ops: begin (generated) -->", "<!-- ops: end -->"
-    table = text[text.index(begin) + len(begin) : text.index(end)].strip()
-    return OPS_OVERVIEW.format(table=table.replace("(docs/ops/", "("))
-
-
-OPS_OVERVIEW = """# Operators
-
-Every op below is a function of `fusedops` and a registered torch operator: it has a schema, a fake
-kernel, a backward and a second derivative, an autocast rule and a sharding rule. This page is for
-engineers who call ops in a model of their own; [`fusedops.patch`](../patching.md) calls them in
-existing models. "yes" marks the backends that have a kernel; on other backends the op's reference
-in torch runs.
-
-```python
-import torch
-import fusedops
-
-hidden, weight, bias = torch.randn(8, 64), torch.ones(64), torch.zeros(64)
-y = fusedops.layer_norm(hidden, (64,), weight, bias)  # as torch.nn.functional.layer_norm
-print(fusedops.counters())  # which kernel ran
-```
-
-{table}
-"""
 
 
 def _entries(entries: list[Any], generated: dict[str, list[str]]) -> list[Any]:
@@ -103,10 +72,8 @@ def _entries(entries: list[Any], generated: dict[str, list[str]]) -> list[Any]:
                 resolved.extend(pages)
             elif pages:
                 resolved.append({title: pages})
-        elif not value.endswith("?"):
+        else:
             resolved.append(entry)
-        elif (DOCS / value[:-1]).exists():
-            resolved.append({title: value[:-1]} if title else value[:-1])
     return resolved
 
 

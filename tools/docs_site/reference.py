@@ -25,8 +25,8 @@ OP_PAGES = ROOT / "docs" / "ops"
 # The public modules in the order of the navigation, and the page that explains each.
 MODULES = {
     "fusedops": "index.md",
-    "fusedops.ops": "ops/index.md",
-    "fusedops.nn": "ops/index.md",
+    "fusedops.ops": "operators.md",
+    "fusedops.nn": "operators.md",
     "fusedops.optim": "optim.md",
     "fusedops.memory": "memory.md",
     "fusedops.models": "models.md",
@@ -198,7 +198,7 @@ INDEX = """# API reference
 
 Every public name of fusedops, with signature, shapes, errors and source. What is not on these pages
 is internal and may change without notice; [the changelog](../changelog.md) says how public names
-are deprecated. The [ops](../ops/index.md) have pages of their own.
+are deprecated. The [ops](../operators.md) have pages of their own.
 
 | module | what it contains |
 |---|---|
