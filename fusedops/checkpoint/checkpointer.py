@@ -173,12 +173,13 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        failure = None if self._writing is None else self._writing.exception()  # waits
-        self._writing = None
-        if self._confirms:
-            self._confirm()
-        if failure is not None:
-            raise failure
+        try:
+            if self._writing is not None:
+                self._writing.result()  # waits
+        finally:
+            self._writing = None
+            if self._confirms:
+                self._confirm()
 
     def confirm(self) -> None:
         """Record that training goes well with the state that was last saved or loaded.

@@ -118,7 +118,7 @@ class NormOp:
             ),
             # With a residual the public function casts what autocast would.
             autocast="keep" if self.residual else "norm",
-            triton=f"fusedops.kernels.{self.name}",
+            triton=__name__.rpartition(".ops.")[0] + f".kernels.{self.name}",
             shard=self._shard if self.residual else self._shard_rows,
             shard_backward=self._shard_backward if self.residual else None,
             check=self.check if checked else None,
