@@ -59,7 +59,7 @@ def main() -> None:
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():
         (ROOT / "docs" / name).write_text(picture)
-    print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of the other pages")
+    print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of others")
 
 
 def _page(spec: Spec) -> str:

@@ -1,8 +1,9 @@
 """mkdocs hook: the entries of ``nav`` that stand for folders.
 
 ``folder/`` becomes the pages of the folder, ``index.md`` first and the others by name; a folder
-without pages is left out. A generated index is an entry of its own. The files of ``examples`` are published unchanged. Pages of the
-repository that are not in ``docs`` are made here, too (``REPOSITORY_PAGES``).
+without pages is left out. A generated index is an entry of its own. The files of ``examples`` are
+published unchanged. Pages of the repository that are not in ``docs`` are made here, too
+(``REPOSITORY_PAGES``).
 """
 
 from __future__ import annotations
