@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 import benchmark_history as history  # noqa: E402
 from benchmark_history import Measurement  # noqa: E402
 from blocks import replaced  # noqa: E402
+from results import share_of_limit  # noqa: E402
 
 from fusedops.bench import svg  # noqa: E402
 from fusedops.specs import all_specs  # noqa: E402
@@ -83,7 +84,7 @@ def _line(group: Sequence[Measurement]) -> str:
     page = PAGES[row.kind].format(row.name)
     mode = "" if row.direction == "both" else f" {row.direction}"
     compiled = f" ({float(row.compiled):.2f})" if row.compiled else ""
-    share = f"{float(row.limit_share):.0%}" if row.limit_share else ""
+    share = share_of_limit(row.limit_share)
     earlier = ", ".join(f"{float(old.speedup):.2f} ({old.day[5:]})" for old in before[-_EARLIER:])
     cells = (
         f"[`{row.name}`]({page}){mode}",

@@ -135,7 +135,7 @@ def _measured(path: Path) -> str:
     for row in shown:
         variant = row["variant"] + (f" ({row['backend']})" if row["backend"] else "")
         variant += "" if results.trusted(row) else ", disturbed"
-        share = f"{float(row['limit_share']):.0%}" if row["limit_share"] else ""
+        share = results.share_of_limit(row["limit_share"])
         lines.append(
             f"| {row['case']} | {row['direction']} | {variant} "
             f"| {float(row['median_us']):.0f} "

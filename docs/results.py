@@ -245,6 +245,15 @@ def demo_table() -> str:
     return "\n\n".join(blocks) or "No run is committed yet."
 
 
+def share_of_limit(share: str) -> str:
+    """Return the share of the machine's limit in percent; empty where that is no limit.
+
+    A limit is measured with torch's own products: where these are slow, ours are several times as
+    fast. What stays in the cache may exceed the limit of memory by less.
+    """
+    return f"{float(share):.0%}" if share and float(share) <= 2 else ""
+
+
 def trusted(row: Row) -> bool:
     """Return whether neighbours on the machine left enough of the row's samples undisturbed."""
     return row["trusted"] == "True"
