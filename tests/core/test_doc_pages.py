@@ -316,3 +316,14 @@ def test_the_configuration_of_the_tutorial_trains(tmp_path: Path) -> None:
     assert one[-1]["step"] == 60 and four[-1]["step"] == 40
     for first, second in zip(one[:5], four[:5], strict=True):
         assert second["loss"] == pytest.approx(first["loss"], abs=2e-4)
+
+
+def test_the_configuration_of_the_recipe_is_valid(tmp_path: Path) -> None:
+    from fusedops.train.config import load_config
+
+    text = (DOCS / "fine_tuning.md").read_text()
+    (configuration,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "llama.toml"
+    path.write_text(configuration)
+    config = load_config(str(path))
+    assert config.parallel["zero"] == 3 and config.precision.param == "bfloat16"
