@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fusedops.runtime import job_env
+from fusedops._core import env
 from fusedops.terminal import files
 
 
@@ -29,7 +29,7 @@ def report_errors_once(*, lost: str = "") -> Iterator[None]:
         if code is None:
             text = str(error).strip().splitlines()[0]
             print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
-        elif job_env.is_first() or _is_of_one_process(error):
+        elif env.is_first() or _is_of_one_process(error):
             print_message(f"fusedops: error: {error}")
         raise SystemExit(code or 1) from None
 

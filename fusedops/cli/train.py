@@ -22,7 +22,6 @@ import typer
 
 from fusedops._core import env
 from fusedops.cli.errors import print_message, report_errors_once
-from fusedops.runtime import job_env
 from fusedops.terminal import files
 from fusedops.terminal.progress import activity, make_bar
 
@@ -71,7 +70,7 @@ def train(
             )
         files.check_environment()
         given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
-        one_of_several = job_env.has_nodes() and env.launched() is None
+        one_of_several = env.has_nodes() and env.launched() is None
         if processes > 1 or restarts or one_of_several:
             _launch(config, given, processes, restarts, stop_code)
         _train(config, given, stop_code)

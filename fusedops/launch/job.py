@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fusedops._core import env
 from fusedops.launch.config_table import InputError
-from fusedops.runtime import job_env
 
 # Below the ports that Linux gives to connections (32768), and above those of services.
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -29,10 +29,10 @@ def join_job() -> None:
     Raises:
         InputError: the variables of the launcher are incomplete or contradict each other.
     """
-    given = job_env.job_variables()
+    given = env.job_variables()
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        job_env.set_job_variables(from_slurm(given))
-        given = job_env.job_variables()
+        env.set_job_variables(from_slurm(given))
+        given = env.job_variables()
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in given and other not in given:
             raise InputError(

@@ -36,7 +36,7 @@ from fusedops.launch.job import RendezvousError, check_address, join_job
 from fusedops.launch.start_checks import check, exchange, own_place, shown_ranks
 from fusedops.parallel.collective_errors import gather_objects, raise_on_all
 from fusedops.parallel.comm import collectives, host_groups
-from fusedops.runtime import host, job_env
+from fusedops.runtime import host
 
 # What the other processes get to end by themselves when one has ended badly after a signal: as
 # torchrun's.
@@ -159,7 +159,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(here)
     place = own_place(here, _device_problem(device, kind, local, count))
     if made:
-        job_env.set_flight_records(_REMEMBERED)
+        env.set_flight_records(_REMEMBERED)
         with _waiting_shown(rank, size):
             store = _store()
             check(exchange(place, store, rank, size))
@@ -239,10 +239,10 @@ def _waiting_shown(rank: int, size: int) -> Iterator[None]:
     Variables that an ended launcher has left in a shell look like those of a job. Torchrun's agents
     start all processes together.
     """
-    if size == 1 or job_env.has_agent():
+    if size == 1 or env.has_agent():
         yield
         return
-    given = {name: text for name, text in job_env.job_variables().items() if "SLURM" not in name}
+    given = {name: text for name, text in env.job_variables().items() if "SLURM" not in name}
     address = f"{given.get('MASTER_ADDR')}:{given.get('MASTER_PORT')}"
     others = "the other processes at" if rank == 0 else "rank 0 at"
     message = (
@@ -266,7 +266,7 @@ def _store() -> dist.Store:
     The agent's store outlives them: without a prefix, restarted processes would read the addresses
     of dead ones.
     """
-    given, place = job_env.job_variables(), env.launched()
+    given, place = env.job_variables(), env.launched()
     if place is None or (place[1] == 1 and "MASTER_ADDR" not in given):
         return dist.HashStore()
     check_address(given)
@@ -286,7 +286,7 @@ def _store() -> dist.Store:
             else f"process {place[0]} cannot reach rank 0 at {address}: is MASTER_ADDR the machine "
             "of rank 0, has it started, and can this machine reach it?"
         ) from None
-    return dist.PrefixStore(f"fusedops-{job_env.restarts()}", store)
+    return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
 
 
 class StopSignals:
@@ -348,11 +348,11 @@ def launch(
     from torch.distributed.run import parse_args, run
 
     received: list[int] = []
-    job_env.set_threads(max(1, len(host.allowed_cpus()) // processes))
+    env.set_threads(max(1, len(host.allowed_cpus()) // processes))
     # A failed process has reported why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    options += [] if job_env.has_nodes() else ["--standalone"]
+    options += [] if env.has_nodes() else ["--standalone"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
     for number in _STOPS:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.utils.store import synchronize
 
+from fusedops._core import env
 from fusedops.launch.config_table import InputError
-from fusedops.runtime import job_env
 
 _KEY = "fusedops/start"
 _SHOWN_RANKS = 8
@@ -38,7 +38,7 @@ def own_place(device: torch.device, problem: str) -> Place:
     gpu = ""
     if device.type == "cuda" and not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(socket.gethostname(), gpu, job_env.local_ranks(), problem)
+    return Place(socket.gethostname(), gpu, env.local_ranks(), problem)
 
 
 def exchange(place: Place, store: dist.Store, rank: int, size: int) -> list[Place]:

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusedops._core import env
 from fusedops.launch import flight_record
 from fusedops.launch.flight_record import FlightRecord
 from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import FAULTS
-from fusedops.runtime import job_env
 
 _CHECKS = 10  # in the time after which a process is said to hang
 _LONGEST_PERIOD_SECONDS = 5.0
@@ -146,7 +146,7 @@ class Watchdog:
         """Write what this process does, and its last collectives, into the folder."""
         record = flight_record.current_record(self._ranks.rank, *self._phase)
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        name = f"{now}.{job_env.restarts()}-rank-{record.rank:05d}.json"
+        name = f"{now}.{env.restarts()}-rank-{record.rank:05d}.json"
         kept = {"why": why, **asdict(record), "collectives": flight_record.collectives()}
         with contextlib.suppress(OSError):  # a full disk must not keep the job from ending
             (self._folder / name).write_text(json.dumps(kept, indent=1))

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fusedops._core import checks
-from fusedops.runtime import job_env
+from fusedops._core import checks, env
 from fusedops.runtime.architecture import cpuinfo
 
 # glibc's mallopt parameters (malloc.h).
@@ -165,12 +164,12 @@ def _tune_huge_pages() -> SettingChange | None:
         return None
     if mode == "never":
         return SettingChange("huge pages", False, "switched off in the kernel")
-    was_set_here = job_env.set_huge_pages()
+    was_set_here = env.set_huge_pages()
     if mode == "always" or _gets_huge_pages():
         return SettingChange("huge pages", True, "tensors of 2 MiB and more sit on them")
     if was_set_here:
-        job_env.unset_huge_pages()
-    note = f"torch had allocated before; start with {job_env.HUGE_PAGES}=1"
+        env.unset_huge_pages()
+    note = f"torch had allocated before; start with {env.HUGE_PAGES}=1"
     return SettingChange("huge pages", False, note)
 
 
@@ -194,7 +193,7 @@ def _tune_allocator() -> SettingChange:
 def _tune_threads(threads: int | None) -> SettingChange:
     before = torch.get_num_threads()
     count = threads if threads is not None else physical_cores()
-    if threads is None and job_env.threads_are_set():
+    if threads is None and env.threads_are_set():
         count = before
     if before != count:
         torch.set_num_threads(count)
@@ -242,7 +241,7 @@ def _look_at_huge_pages() -> HostFinding | None:
         False,
         f"{mode}, and tensors do not ask for them",
         "large tensors sit on 4 KiB pages; with fresh mappings about twice the page-fault time",
-        f"fusedops.tune_host() before the first tensor, or start with {job_env.HUGE_PAGES}=1",
+        f"fusedops.tune_host() before the first tensor, or start with {env.HUGE_PAGES}=1",
     )
 
 

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fusedops._core import env
 from fusedops.launch.processes import connect
-from fusedops.runtime import job_env
 from fusedops.testing.ranks import RankError
 
 PATIENCE = 120.0
@@ -139,7 +139,7 @@ def _world(store: str, rank: int, size: int, patience: float) -> Any:
     import torch
     from torch import distributed as dist
 
-    job_env.set_launched(rank, size)
+    env.set_launched(rank, size)
     timeout = timedelta(seconds=patience / 2)
     connect(torch.device("cpu"), dist.FileStore(store, size), rank, size, timeout)
     try:

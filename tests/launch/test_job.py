@@ -12,12 +12,12 @@ import pytest
 from command_runs import free_port, write_config
 from typer.testing import CliRunner
 
+from fusedops._core import env
 from fusedops.cli.errors import report_errors_once
 from fusedops.cli.main import app
 from fusedops.launch import job, processes
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import initialize_distributed
-from fusedops.runtime import job_env
 
 # As srun of Slurm 22.05 sets them for the third of four processes on two nodes.
 SLURM = {
@@ -37,7 +37,7 @@ SLURM = {
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables of launchers, and those that a test sets afterwards."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name in job_env.job_variables():
+    for name in env.job_variables():
         del os.environ[name]
 
 

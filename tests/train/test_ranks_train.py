@@ -13,9 +13,8 @@ import torch
 from process_pool import on_fresh_ranks
 from train_runs import STEPS, Watching, around_backward, config, digest, whole
 
-from fusedops._core import dtypes
+from fusedops._core import dtypes, env
 from fusedops.launch import processes
-from fusedops.runtime import job_env
 from fusedops.train import InputError, builder, train
 from fusedops.train.builder import Run
 
@@ -275,7 +274,7 @@ def test_ranks_that_are_started_unequally_end_with_what_differs(tmp_path: Path) 
 
 def _without_gpus(rank: int) -> str:
     """Join two processes of a machine that has one GPU."""
-    job_env.set_launched(rank, 2)
+    env.set_launched(rank, 2)
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
