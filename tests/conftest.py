@@ -27,6 +27,7 @@ OPTIONAL = (
     "click",
     "expecttest",
     "hypothesis",
+    "matplotlib",
     "psutil",
     "rich",
     "tokenizers",
@@ -56,6 +57,10 @@ class _Module(pytest.Module):
     def _getobj(self) -> Any:
         try:
             return super()._getobj()
+        except SystemExit:  # of the command, which says in one line that typer is missing
+            if _installed("typer"):
+                raise
+            pytest.skip("typer is not installed", allow_module_level=True)
         except self.CollectError as error:
             cause = error.__cause__
             missing = [name for name in OPTIONAL if not _installed(name)]

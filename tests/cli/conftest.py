@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bench_records import LIMITS
 
 from fusedops.bench import limits
 from fusedops.specs import Spec, all_specs
@@ -15,6 +14,8 @@ from fusedops.specs import Spec, all_specs
 @pytest.fixture
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine's limits need no measuring, and the number of threads is restored."""
+    from bench_records import LIMITS  # needs typer
+
     monkeypatch.setattr(limits, "measure_limits", lambda *_: LIMITS)
     threads = torch.get_num_threads()
     yield

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cluster_ranks import Cluster
-from process_pool import Pool
+
+if TYPE_CHECKING:
+    from cluster_ranks import Cluster
 
 SIZES = (2, 4)
 GPUS = torch.cuda.device_count()
@@ -31,6 +32,8 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module")
 def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+    from process_pool import Pool  # whose imports need packages that may not be installed
+
     pools = {size: Pool(tmp_path_factory.mktemp("ranks"), size, DEVICE) for size in SIZES}
     yield pools
     for pool in pools.values():
@@ -40,6 +43,8 @@ def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]
 @pytest.fixture(params=[pytest.param(size, marks=MARK, id=f"{DEVICE}-{size}") for size in SIZES])
 def cluster(request: pytest.FixtureRequest, _pools: dict[int, Any]) -> Cluster:
     """Two ranks; and four, where there is a device for each."""
+    from cluster_ranks import Cluster
+
     if not IS_REHEARSAL and request.param > GPUS:
         pytest.skip(f"needs {request.param} GPUs, torch sees {GPUS}")
     return Cluster(DEVICE, request.param, _pools[request.param])
