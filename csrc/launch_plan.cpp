@@ -19,14 +19,8 @@
 namespace fusedops {
 namespace {
 
-constexpr size_t kMostEntries = 4096;  // of one operator: then all are forgotten
-constexpr size_t kMostRequests = 64;   // that Python has not answered
-
 std::atomic<const LaunchDriver*> current_driver{nullptr};
 std::atomic<c10::DeviceType> planned_device{c10::DeviceType::CUDA};
-
-// Tags of the parts of a signature: no argument may be taken for another.
-enum Tag : int64_t { kNothing = -1, kTensor = -2, kInt = -3, kDouble = -4, kText = -5, kList = -6 };
 
 struct Allocate {
   int64_t slot;
@@ -328,94 +322,9 @@ void launch(const LaunchDriver& driver, const Launch& step, const Slots& slots, 
   check(driver, driver.launch(&arguments), "the launch of a kernel");
 }
 
-// Requests that Python has taken or not: the router writes them, `answer` removes them.
-struct Requests {
-  struct Request {
-    LaunchPlans* plans;
-    Signature signature;
-  };
-  std::mutex mutex;
-  std::unordered_map<int64_t, Request> open;
-  int64_t last = 0;
-};
-
-Requests& requests() {
-  static auto* instance = new Requests();
-  return *instance;
-}
-
-thread_local int64_t requested = 0;
-
-void answer(int64_t request, const std::string& native, const std::vector<int64_t>& code,
-            const std::vector<std::string>& texts) {
-  Requests::Request answered{};
-  {
-    const std::lock_guard lock(requests().mutex);
-    const auto found = requests().open.find(request);
-    if (found == requests().open.end()) return;
-    answered = std::move(found->second);
-    requests().open.erase(found);
-  }
-  std::shared_ptr<const LaunchPlan> plan;
-  if (!native.empty()) {
-    plan = std::make_shared<const LaunchPlan>(find_operator("fusedops_cuda", native));
-  } else if (!code.empty()) {
-    plan = std::make_shared<const LaunchPlan>(code, texts);
-  }
-  answered.plans->put(answered.signature, std::move(plan));
-}
+thread_local std::shared_ptr<const LaunchPlan> recorded;
 
 }  // namespace
-
-bool write_signature(at::ArrayRef<c10::IValue> arguments, Signature& signature) {
-  signature.clear();
-  c10::SmallVector<const c10::TensorImpl*, 16> tensors;
-  for (const auto& value : arguments) {
-    if (value.isTensor()) {
-      const auto& tensor = value.toTensor();
-      if (!tensor.defined()) {
-        signature.push_back(kNothing);
-        continue;
-      }
-      // A launcher may ask whether two arguments are one tensor.
-      const auto* impl = tensor.unsafeGetTensorImpl();
-      const auto* same = std::find(tensors.begin(), tensors.end(), impl);
-      signature.insert(signature.end(),
-                       {kTensor, static_cast<int64_t>(tensor.scalar_type()),
-                        static_cast<int64_t>(tensor.device().type()), tensor.device().index(),
-                        same - tensors.begin(),
-                        // The compiled code depends on alignment to 16 bytes.
-                        std::bit_cast<int64_t>(tensor.const_data_ptr()) & 15, tensor.dim()});
-      tensors.push_back(impl);
-      signature.insert(signature.end(), tensor.sizes().begin(), tensor.sizes().end());
-      signature.insert(signature.end(), tensor.strides().begin(), tensor.strides().end());
-    } else if (value.isNone()) {
-      signature.push_back(kNothing);
-    } else if (value.isInt() || value.isBool()) {
-      signature.insert(signature.end(), {kInt, value.isInt() ? value.toInt() : value.toBool()});
-    } else if (value.isDouble()) {
-      signature.insert(signature.end(), {kDouble, std::bit_cast<int64_t>(value.toDouble())});
-    } else if (value.isString()) {
-      const auto text = value.toStringView();
-      signature.insert(signature.end(), {kText, static_cast<int64_t>(text.size())});
-      for (size_t first = 0; first < text.size(); first += sizeof(int64_t)) {
-        int64_t word = 0;
-        std::memcpy(&word, text.data() + first, std::min(text.size() - first, sizeof word));
-        signature.push_back(word);
-      }
-    } else if (value.isList()) {
-      const auto elements = value.toListRef();
-      signature.insert(signature.end(), {kList, static_cast<int64_t>(elements.size())});
-      for (const auto& element : elements) {
-        if (!element.isInt() && !element.isBool()) return false;
-        signature.push_back(element.isInt() ? element.toInt() : element.toBool());
-      }
-    } else {
-      return false;
-    }
-  }
-  return true;
-}
 
 struct LaunchPlan::Steps {
   at::Device device = at::kCPU;
@@ -476,65 +385,29 @@ void LaunchPlan::run(torch::jit::Stack& stack, size_t num_arguments) const {
   for (auto slot : steps_->results) stack.emplace_back(slot < 0 ? at::Tensor() : slots[slot]);
 }
 
-size_t LaunchPlans::Hash::operator()(const Signature& signature) const {
-  uint64_t hash = signature.size();
-  for (const auto value : signature) {
-    hash = (std::rotl(hash, 5) ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15U;
-  }
-  return hash ^ hash >> 32;
-}
-
-LaunchPlans::Answer LaunchPlans::find(const Signature& signature) {
-  {
-    const std::shared_lock lock(mutex_);
-    const auto found = entries_.find(signature);
-    if (found != entries_.end() && found->second.asked) return {found->second.plan, false};
-  }
-  const std::unique_lock lock(mutex_);
-  if (entries_.size() >= kMostEntries) entries_.clear();
-  const auto [found, is_new] = entries_.try_emplace(signature);
-  const bool record = !is_new && !found->second.asked;
-  found->second.asked |= record;
-  return {found->second.plan, record};
-}
-
-void LaunchPlans::put(const Signature& signature, std::shared_ptr<const LaunchPlan> plan) {
-  const std::unique_lock lock(mutex_);
-  const auto found = entries_.find(signature);
-  if (found != entries_.end()) found->second.plan = std::move(plan);
-}
-
-void LaunchPlans::clear() {
-  const std::unique_lock lock(mutex_);
-  entries_.clear();
-}
-
 bool has_plans(c10::DeviceType device) {
   return current_driver.load(std::memory_order_relaxed) != nullptr &&
          planned_device.load(std::memory_order_relaxed) == device;
 }
 
-int64_t request_plan(LaunchPlans& plans, const Signature& signature) {
-  const std::lock_guard lock(requests().mutex);
-  // Python may have failed before it answered.
-  if (requests().open.size() >= kMostRequests) requests().open.clear();
-  requests().open[++requests().last] = {.plans = &plans, .signature = signature};
-  requested = requests().last;
-  return requested;
-}
-
-int64_t take_plan_request() {
-  return std::exchange(requested, 0);
+std::shared_ptr<const LaunchPlan> take_recorded_plan() {
+  return std::exchange(recorded, nullptr);
 }
 
 }  // namespace fusedops
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
-  // What a plan is: the operator fusedops_cuda::<native>, or what a LaunchPlan is made of; neither:
-  // there is none.
-  m.def("answer_plan_request(int request, str native, int[] code, str[] texts) -> ()",
-        [](int64_t request, std::string native, std::vector<int64_t> code,
-           std::vector<std::string> texts) { fusedops::answer(request, native, code, texts); });
+  // The plan of the call that runs in this thread: the operator fusedops_cuda::<native>, or what a
+  // LaunchPlan is made of.
+  m.def("set_recorded_plan(str native, int[] code, str[] texts) -> ()",
+        [](std::string native, std::vector<int64_t> code, std::vector<std::string> texts) {
+          using fusedops::LaunchPlan;
+          fusedops::recorded =
+              native.empty()
+                  ? std::make_shared<const LaunchPlan>(code, texts)
+                  : std::make_shared<const LaunchPlan>(
+                        fusedops::find_operator("fusedops_cuda", native));
+        });
   // The addresses of the four functions of a LaunchDriver, and on which kind of device calls have
   // plans. No function: none has.
   m.def("set_launch_driver(int[] functions, Device device) -> ()",

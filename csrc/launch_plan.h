@@ -10,11 +10,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -24,12 +21,6 @@
 #include "launch_driver.h"
 
 namespace fusedops {
-
-// What decides which kernels a call launches: all of its arguments but the values in its tensors.
-using Signature = std::vector<int64_t>;
-
-// Writes the signature of a call; false where it has an argument that no plan can have.
-bool write_signature(at::ArrayRef<c10::IValue> arguments, Signature& signature);
 
 class LaunchPlan {
  public:
@@ -50,39 +41,10 @@ class LaunchPlan {
   std::optional<c10::OperatorHandle> native_;
 };
 
-// The plans of one operator.
-class LaunchPlans {
- public:
-  // What is known of a signature: its plan, or whether Python should record one now.
-  struct Answer {
-    std::shared_ptr<const LaunchPlan> plan;
-    bool record = false;
-  };
-
-  // A signature is recorded when it comes for the second time: shapes that differ in every call
-  // are not worth a record.
-  Answer find(const Signature& signature);
-  // Null: the signature is not recorded again. A signature that was forgotten stays so.
-  void put(const Signature& signature, std::shared_ptr<const LaunchPlan> plan);
-  void clear();
-
- private:
-  struct Hash {
-    size_t operator()(const Signature& signature) const;
-  };
-  struct Entry {
-    bool asked = false;
-    std::shared_ptr<const LaunchPlan> plan;
-  };
-  std::shared_mutex mutex_;
-  std::unordered_map<Signature, Entry, Hash> entries_;
-};
-
 // Whether calls on a kind of device have plans: its driver was given.
 bool has_plans(c10::DeviceType device);
 
-// The record that Python is asked for by the router, which calls it next in this thread; 0: none.
-int64_t request_plan(LaunchPlans& plans, const Signature& signature);
-int64_t take_plan_request();
+// The plan that Python recorded during the call that has just returned in this thread, or null.
+std::shared_ptr<const LaunchPlan> take_recorded_plan();
 
 }  // namespace fusedops

@@ -1,25 +1,34 @@
 // Autocast and routing for every op, once, as boxed kernels.
 //
-// The route of fusedops::X: on a GPU a call like an earlier one repeats that one's launches
-// (launch_plan.h). A call that is not as its contract says is refused. On the CPU the C++
-// kernel fusedops_cpp::X runs when no floating tensor is of another dtype than float32, bfloat16,
-// float16 and float64, and no backend was requested; otherwise fusedops::X_choose, which is Python,
-// knows the rest (fusedops/_core/backends.py), and has the words of a refusal.
+// The route of fusedops::X: the first call of a signature (known_calls.h) goes to fusedops::X_choose,
+// which is Python (fusedops/_core/backends.py): it checks the call against the contract, raises the
+// errors and chooses a backend. Later calls of the same signature skip that: on a GPU they repeat
+// the launches (launch_plan.h), on the CPU the C++ kernel fusedops_cpp::X runs, unless a backend was
+// requested or a floating tensor has another dtype than float32, bfloat16, float16 and float64.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
+#include <tuple>
+#include <utility>
 
 #include <ATen/autocast_mode.h>
 
 #include "common/registry.h"
-#include "contract.h"
+#include "known_calls.h"
 #include "launch_plan.h"
 
 namespace fusedops {
 namespace {
 
 std::atomic<bool> route_to_python{false};
+
+// What the router says to Python, which it calls next in this thread.
+struct Request {
+  bool checked = false;  // the call satisfies its contract
+  bool record = false;   // its plan should be recorded
+};
+thread_local Request request;
 
 // The dtypes of the C++ kernels.
 constexpr std::array kDtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
@@ -29,7 +38,7 @@ struct State {
   std::atomic<int64_t> count{0};  // calls of the C++ kernel
   // Calls whose launches were repeated, by what they run: Triton kernels, the CUDA C++ operator.
   std::atomic<int64_t> count_triton{0}, count_cuda{0};
-  LaunchPlans plans;
+  KnownCalls calls;
 };
 
 // Lives as long as the process; the map is only written while ops are defined.
@@ -51,10 +60,10 @@ bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
 class Router : public c10::OperatorKernel {
  public:
   // On a GPU (`on_cpu` does not hold) Python chooses, where there is no plan.
-  Router(const std::string& name, bool on_cpu)
+  Router(const std::string& name, bool on_cpu, std::vector<int64_t> unread)
       : device_(on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA),
+        unread_(std::move(unread)),
         choose_(find_operator("fusedops", name + "_choose")),
-        contract_(contract_of(name)),
         state_(states()[name]) {
     if (on_cpu) native_ = c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""});
   }
@@ -62,36 +71,35 @@ class Router : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet,
                   torch::jit::Stack* stack) const {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const bool to_python = route_to_python.load(std::memory_order_relaxed);
+    const bool plans = has_plans(device_);
     thread_local Signature signature;
-    bool record = false;
-    if (has_plans(device_) && !route_to_python.load(std::memory_order_relaxed) &&
-        write_signature(arguments, signature)) {
-      const auto answer = state_.plans.find(signature);
-      if (answer.plan != nullptr) {
-        auto& count = answer.plan->is_native() ? state_.count_cuda : state_.count_triton;
-        count.fetch_add(1, std::memory_order_relaxed);
-        answer.plan->run(*stack, arguments.size());
-        return;
-      }
-      record = answer.record;
-    }
-    const bool allowed = contract_ == nullptr || contract_->allows(arguments);
-    if (allowed && native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
-        has_cpp_dtypes(arguments) && !has_plans(device_)) {
+    const bool has_signature = signature.write(arguments, unread_, plans && !to_python);
+    const auto known = has_signature ? state_.calls.find(signature) : KnownCalls::Answer{};
+    if (known.plan != nullptr) {
+      auto& count = known.plan->is_native() ? state_.count_cuda : state_.count_triton;
+      count.fetch_add(1, std::memory_order_relaxed);
+      known.plan->run(*stack, arguments.size());
+    } else if (known.checked && native_.has_value() && !to_python && !plans &&
+               has_cpp_dtypes(arguments)) {
       state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
     } else {
-      set_verdict(allowed ? Verdict::allowed : Verdict::refused);
-      if (record && allowed) request_plan(state_.plans, signature);
+      // The call may run other operators in this thread.
+      const Signature own = signature;
+      request = {.checked = known.checked, .record = known.record};
+      take_recorded_plan();  // of a call that failed
       choose_.callBoxed(stack);
+      auto plan = take_recorded_plan();
+      if (has_signature) state_.calls.put(own, std::move(plan));
     }
   }
 
  private:
   c10::DeviceType device_;
+  std::vector<int64_t> unread_;
   std::optional<c10::OperatorHandle> native_;
   c10::OperatorHandle choose_;
-  const Contract* contract_;
   State& state_;
 };
 
@@ -150,10 +158,11 @@ class Autocast : public c10::OperatorKernel {
 }  // namespace fusedops
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
-  m.def("route(str name) -> ()", [](std::string name) {
+  // `unread`: places of the numbers that the contract does not read.
+  m.def("route(str name, int[] unread) -> ()", [](std::string name, std::vector<int64_t> unread) {
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
       const bool on_cpu = key == c10::DispatchKey::CPU;
-      fusedops::install(name, key, std::make_unique<fusedops::Router>(name, on_cpu));
+      fusedops::install(name, key, std::make_unique<fusedops::Router>(name, on_cpu, unread));
     }
   });
   m.def("autocast(str name, str rule) -> ()", [](std::string name, std::string rule) {
@@ -163,6 +172,11 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
     }
     fusedops::install(name, c10::DispatchKey::AutocastCUDA,
                       std::make_unique<fusedops::Autocast>(rule, c10::DeviceType::CUDA));
+  });
+  // Whether the call satisfies its contract, and whether its plan should be recorded.
+  m.def("take_request() -> (bool, bool)", [] {
+    const auto taken = std::exchange(fusedops::request, {});
+    return std::tuple(taken.checked, taken.record);
   });
   m.def("set_route_to_python(bool on) -> ()", [](bool on) { fusedops::route_to_python.store(on); });
   m.def("count(str name) -> int",
@@ -177,6 +191,6 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
     return {state.count_triton.load(), state.count_cuda.load()};
   });
   m.def("forget_plans() -> ()", []() {
-    for (auto& [name, state] : fusedops::states()) state.plans.clear();
+    for (auto& [name, state] : fusedops::states()) state.calls.clear();
   });
 }

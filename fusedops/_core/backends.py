@@ -2,9 +2,9 @@
 
 The choice is made inside the registered op at run time, so compiled code obeys it too. This
 module holds the only global state of the package: the registered kernels, the requested
-backend and the counters. On the CPU the everyday case never comes here: the compiled router
-(``csrc/router.cpp``) calls the C++ kernel directly and only turns to ``run`` when a backend is
-requested or the dtype is not one of the C++ kernels'.
+backend and the counters. On the CPU the everyday case does not come here: the compiled router
+(``csrc/router.cpp``) calls the C++ kernel directly and only calls ``run`` for shapes and dtypes that
+are new, when a backend is requested, or when the dtype is not one of the C++ kernels'.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
 # Of the GPUs that the CUDA library has code for (tools/native_flags.py).
 _OLDEST_CAPABILITY = (8, 0)
-# Verdicts of the compiled router on a call that it hands over (csrc/contract.h).
-_UNCHECKED, _ALLOWED, _REFUSED = range(3)
 _DOES_NOT_FIT = "its kernel does not compile for this GPU, or does not fit it ({})"
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -178,17 +176,15 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
     kernels = _KERNELS[name]
-    # Of the compiled router: its verdict on this call, and the number of a plan that it requests.
-    verdict, request = _UNCHECKED, 0
+    # Of the compiled router: a call of this signature was checked before; its launches are recorded.
+    checked = record = False
     if extension.cpu_library() is None:
-        verdict, request = torch.ops.fusedops_native.take_verdict()
+        checked, record = torch.ops.fusedops_native.take_request()
     if kernels.check is not None and not backward:
         kernels.check(*args)
     program = None if kernels.contracts is None else kernels.contracts[backward]
-    if program is not None and verdict != _ALLOWED:
+    if program is not None and not checked:
         program.check(args)
-        if verdict == _REFUSED:
-            raise AssertionError(f"{program.op}: csrc/contract.cpp refuses what Python allows")
     choice = resolve(name, *args, backward=backward)
     for backend, reason in choice.passed_over:
         if (name, backend, reason) not in _LOGGED:
@@ -197,8 +193,8 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     _COUNTS[name + "_backward" * backward, choice.backend] += 1
     implementation = _implementation(kernels, choice.backend, backward)
     try:
-        if request:
-            return _planned(request, name, args, backward, choice.backend, implementation)
+        if record:
+            return _planned(name, args, backward, choice.backend, implementation)
         return implementation(*args)
     except kernel_failures.exceptions() as error:
         failure = kernel_failures.describe(error)
@@ -210,7 +206,6 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
 
 
 def _planned(
-    request: int,
     name: str,
     args: tuple[Any, ...],
     backward: bool,
@@ -219,17 +214,17 @@ def _planned(
 ) -> Any:
     """Run a call on a GPU, and tell the compiled router what to repeat for the next one like it."""
     op = name + "_backward" * backward
-    native, code, texts = op if backend == "cuda" else "", list[int](), list[str]()
-    if backend == "triton":
-        returns = len(getattr(torch.ops.fusedops, op).default._schema.returns)
-        result, plan = launch_plans.record(args, implementation, returns)
-        if isinstance(plan, str):
-            _LOG.debug("%s: such calls go through Python: %s", op, plan)
-        else:
-            code, texts = plan
-    else:
+    if backend != "triton":
         result = implementation(*args)
-    torch.ops.fusedops_native.answer_plan_request(request, native, code, texts)
+        if backend == "cuda":
+            torch.ops.fusedops_native.set_recorded_plan(op, [], [])
+        return result
+    returns = len(getattr(torch.ops.fusedops, op).default._schema.returns)
+    result, plan = launch_plans.record(args, implementation, returns)
+    if isinstance(plan, str):
+        _LOG.debug("%s: such calls go through Python: %s", op, plan)
+    else:
+        torch.ops.fusedops_native.set_recorded_plan("", *plan)
     return result
 
 

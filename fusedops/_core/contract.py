@@ -2,10 +2,10 @@
 
 A registered operator is called by more than its public function: by compiled code, by exporters, by
 other libraries. Its contract says which shapes and dtypes fit together, so that a kernel never
-reads out of bounds. One description serves forward and backward, and is checked in three places:
-by the compiled router before a kernel runs (``csrc/contract.h``, a tenth of a microsecond), by
-the fake kernels, and here, which writes the error message. ``_contract_grammar.py`` parses the
-rules, ``_contract_code.py`` encodes them for C++.
+reads out of bounds. One description serves forward and backward. It is checked by the fake kernels
+and before a kernel runs: the first time for each signature, since a contract does not read values
+in tensors; the compiled router knows the signatures that were checked (``csrc/known_calls.h``, a
+tenth of a microsecond). ``_contract_grammar.py`` parses the rules.
 
     contract={
         "input, output": "T [*rows, *normalized_shape]",
@@ -77,7 +77,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "bool": (torch.bool,),
 }
 Rules = Mapping[str, "str | Collection[str]"]
-# In the order of csrc/contract_code.h. The grammar has the names that ``ast`` gives them.
+# The grammar has the names that ``ast`` gives them.
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -246,6 +246,12 @@ class Program:
         for step in self.steps:
             _CHECKS[type(step)](self, step, known)
         return known
+
+    def unread_numbers(self) -> list[int]:
+        """Return the places of the floats that no rule reads: a call is the same call with others."""
+        ranges = {step.argument for step in self.steps if isinstance(step, Range)}
+        floats = [i for i, (kind, _) in enumerate(self.arguments) if kind.startswith("float")]
+        return [place for place in floats if place not in ranges]
 
     def empty_results(
         self,
