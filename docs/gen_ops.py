@@ -40,12 +40,12 @@ def main() -> None:
     for name, spec in specs.items():
         (PAGES / f"{name}.md").write_text(_page(spec))
     for page, tables in {
-        "README.md": {"models": results.models_summary()},
+        "README.md": {"models": results.models_summary(), "demo": results.demo_line()},
         "docs/operators.md": {
             "ops": _ops_table(specs.values()),
             "results": results.table(specs.values()),
         },
-        "docs/status.md": {"demo": results.demo_table()},
+        "docs/status.md": {"demo": results.demo_table(), "slower": results.slower_table()},
     }.items():
         text = (ROOT / page).read_text()
         for name, table in tables.items():

@@ -126,6 +126,22 @@ def models_summary() -> str:
     return "\n".join(lines) if len(lines) > 2 else "No measurement is committed yet."
 
 
+def slower_table() -> str:
+    """Return the whole models that the fastest other beats by more than 3 %."""
+    lines = ["| processor | dtype | mode | times the fastest other |", "|---|---|---|---|"]
+    for record in _model_records():
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in record.rows:
+            if row.lead is not None and row.trusted and row.lead < 0.97:
+                mode = f"{row.direction} {row.case.split(', ')[-1]}"
+                groups.setdefault((row.dtype, mode), []).append(f"{row.op} {row.lead:.2f}")
+        lines += [
+            f"| {record.machine['slug']} | {dtype} | {mode} | {', '.join(models)} |"
+            for (dtype, mode), models in groups.items()
+        ]
+    return "\n".join(lines)
+
+
 def _mean(values: list[float]) -> str:
     if not values:
         return ""
@@ -243,6 +259,22 @@ def demo_table() -> str:
             )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def demo_line() -> str:
+    """Return what the committed run of the demo gained, in a sentence."""
+    path = RESULTS / "cpu-zen5" / "demo.json"
+    record: dict[str, Any] = json.loads(path.read_text())
+    gains = [
+        f"{row['speed_up']:.2f} times stock in {row['dtype']}"
+        for row in record["rows"]
+        if row["model"] == "fusedops" and row["allocator"] == "system"
+    ]
+    size = f"{record['parameters'] / 1e6:.0f} M parameters"
+    return (
+        f"End to end with AdamW (`make demo`: GPT-2 of {size}, two Zen 5 cores):\n"
+        f"{', '.join(gains)} (autocast)."
+    )
 
 
 def share_of_limit(share: str) -> str:
