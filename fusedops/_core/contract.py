@@ -248,7 +248,7 @@ class Program:
         return known
 
     def unread_numbers(self) -> list[int]:
-        """Return the places of the floats that no rule reads: a call is the same call with others."""
+        """Return the places of the floats that no rule reads, such as a learning rate."""
         ranges = {step.argument for step in self.steps if isinstance(step, Range)}
         floats = [i for i, (kind, _) in enumerate(self.arguments) if kind.startswith("float")]
         return [place for place in floats if place not in ranges]
