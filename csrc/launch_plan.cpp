@@ -402,11 +402,10 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("set_recorded_plan(str native, int[] code, str[] texts) -> ()",
         [](std::string native, std::vector<int64_t> code, std::vector<std::string> texts) {
           using fusedops::LaunchPlan;
-          fusedops::recorded =
-              native.empty()
-                  ? std::make_shared<const LaunchPlan>(code, texts)
-                  : std::make_shared<const LaunchPlan>(
-                        fusedops::find_operator("fusedops_cuda", native));
+          fusedops::recorded = native.empty()
+                                   ? std::make_shared<const LaunchPlan>(code, texts)
+                                   : std::make_shared<const LaunchPlan>(
+                                         fusedops::find_operator("fusedops_cuda", native));
         });
   // The addresses of the four functions of a LaunchDriver, and on which kind of device calls have
   // plans. No function: none has.

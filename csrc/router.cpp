@@ -1,10 +1,11 @@
 // Autocast and routing for every op, once, as boxed kernels.
 //
-// The route of fusedops::X: the first call of a signature (known_calls.h) goes to fusedops::X_choose,
-// which is Python (fusedops/_core/backends.py): it checks the call against the contract, raises the
-// errors and chooses a backend. Later calls of the same signature skip that: on a GPU they repeat
-// the launches (launch_plan.h), on the CPU the C++ kernel fusedops_cpp::X runs, unless a backend was
-// requested or a floating tensor has another dtype than float32, bfloat16, float16 and float64.
+// The route of fusedops::X: the first call of a signature (known_calls.h) goes to
+// fusedops::X_choose, which is Python (fusedops/_core/backends.py): it checks the call against the
+// contract, raises the errors and chooses a backend. Later calls of the same signature skip that:
+// on a GPU they repeat the launches (launch_plan.h), on the CPU the C++ kernel fusedops_cpp::X
+// runs, unless a backend was requested or a floating tensor has another dtype than float32,
+// bfloat16, float16 and float64.
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -3,8 +3,8 @@
 The choice is made inside the registered op at run time, so compiled code obeys it too. This
 module holds the only global state of the package: the registered kernels, the requested
 backend and the counters. On the CPU the everyday case does not come here: the compiled router
-(``csrc/router.cpp``) calls the C++ kernel directly. It only calls ``run`` for shapes and dtypes that
-are new, when a backend is requested, or when the dtype is not one of the C++ kernels'.
+(``csrc/router.cpp``) calls the C++ kernel directly. It only calls ``run`` for new shapes and
+dtypes, when a backend is requested, or when the dtype is not one of the C++ kernels'.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
     kernels = _KERNELS[name]
-    # Of the compiled router: whether such a call was checked before; whether to record its launches.
+    # Of the compiled router: whether such a call was checked before, and whether to record a plan.
     checked = record = False
     if extension.cpu_library() is None:
         checked, record = torch.ops.fusedops_native.take_request()
