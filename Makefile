@@ -146,7 +146,7 @@ test-torch:
 	grep -Ev "^(torch|triton)==" requirements.lock > $(OTHER)/requirements
 	$(OTHER)/venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
 	  torch==$(TORCH) -r $(OTHER)/requirements
-	cd $(OTHER)/tree && ../venv/bin/python setup.py build_ext --inplace && \
+	cd $(OTHER)/tree && ../venv/bin/python tools/native.py build && \
 	  OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -n $(WORKERS) -q tests \
 	    -m "not slow and not gpu and not interpreter"
 
@@ -305,7 +305,7 @@ endif
 
 .PHONY: gpu-native
 gpu-native:
-	python3 setup.py build_ext --inplace
+	python3 tools/native.py build
 
 # The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test, sanitize and figures, or one of
 # them: make first-gpu CALL=figures RESULTS=folder. FLAGS: python -m first_gpu --help.

@@ -1,11 +1,11 @@
 """Builds and installs fusedops against the torch that is already installed.
 
     pip install -e . --no-build-isolation       # needs torch; compiles the libraries with g++
-    python3 setup.py build_ext --inplace        # the same without pip and without network
+    python3 tools/native.py build               # the libraries alone, without pip and setuptools
 
-Project metadata is in pyproject.toml, the build itself in tools/native.py. Without a compiler the
-installation still succeeds, with a note, and the ops run on the PyTorch reference. An error of the
-compiler is an error of the installation.
+Project metadata is in pyproject.toml, the build itself in tools/native.py. An error of the compiler
+is an error of the installation. Without a compiler an editable installation succeeds, with a note,
+and the ops run on the PyTorch reference; a wheel is not made.
 
 ``FUSEDOPS_TORCHES`` makes a wheel for others (tools/release does): folders, with ``:`` between
 them, that hold a package ``torch`` each, for which libraries are built that any processor and older
@@ -31,6 +31,11 @@ fusedops compiles against the torch that you have, and {python} has none.
   1. install torch, for example: pip install torch==2.13.0
   2. pip install -e . --no-build-isolation
 (Without --no-build-isolation pip builds in an empty environment, which never has torch.)"""
+
+NO_COMPILER = """\
+fusedops: no wheel: the kernels cannot be compiled here ({error}).
+Install g++ 11 or newer, or the wheel of a release. A wheel without kernels, whose ops run on the
+PyTorch reference and on Triton, is made with FUSEDOPS_TORCHES=none."""
 
 
 def _native():
@@ -60,11 +65,13 @@ class BuildNative(build_ext):
         try:
             paths = native.build()
         except native.CannotBuildError as error:
+            if not in_place:
+                sys.exit(NO_COMPILER.format(error=error))
             self.distribution.has_libraries = False
             print(
                 f"fusedops: NOTE: the compiled kernels were not built ({error}). fusedops works "
                 "without them, slowly: its ops run on the PyTorch reference. Later: "
-                "python3 setup.py build_ext --inplace",
+                "python3 tools/native.py build",
                 file=sys.stderr,
             )
             return

@@ -11,6 +11,7 @@ process of the command line does it leave torch to the subcommand that needs it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +109,11 @@ __all__ = [
 
 
 def _runs_command() -> bool:
-    """Return whether this process was started as ``fusedops`` or ``python -m fusedops``."""
-    if "fusedops_command" in sys.modules:
+    """Return whether this process was started as ``fusedops`` or ``python -m fusedops``.
+
+    The command imports torch when a subcommand needs it: help and usage errors must not wait for it.
+    """
+    if sys.argv and os.path.basename(sys.argv[0]) == "fusedops":
         return True
     # While Python locates the module of -m, sys.argv[0] is "-m" and the arguments follow it.
     if sys.argv[:1] != ["-m"]:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 _CHECKOUT = (Path(__file__).resolve().parents[2] / "tools" / "native.py").exists()
-IN_PLACE = "build it with `python setup.py build_ext --inplace` (needs g++ 11 or newer)"
+IN_PLACE = "build it with `python tools/native.py build` (needs g++ 11 or newer)"
 FROM_SOURCE = (
     "compile the source of the release with `pip install --force-reinstall --no-deps "
     "--no-build-isolation ./fusedops-*.tar.gz` (needs g++ 11 or newer)"

@@ -13,7 +13,7 @@ from typing import Annotated
 try:
     import typer
 except ImportError:
-    sys.stderr.write("fusedops: error: the command needs typer: pip install typer rich\n")
+    sys.stderr.write("fusedops: error: the command needs typer: pip install 'fusedops[cli]'\n")
     raise SystemExit(2) from None
 
 from fusedops.cli import demo, doctor, generate, plan, profile, report, train

@@ -122,7 +122,7 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
 
 
 ACTIVITY = """
-import sys, fusedops_command
+import sys
 from fusedops.terminal import progress
 progress._LOG_EVERY = float(sys.argv[1])
 with progress.activity("loading") as report:

@@ -13,13 +13,14 @@ import pytest
 
 RUN_ALL = """
 import contextlib, io, json, os, sys
-import fusedops_command
+sys.argv = ["/bin/fusedops", *sys.argv[1:]]
+from fusedops.cli.main import app
 codes = {}
 for line in json.loads(sys.argv[1]):
     sys.argv = ["fusedops", *line.split()]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         try:
-            fusedops_command.main()
+            app()
         except SystemExit as end:
             codes[line] = end.code
 loaded = sorted({"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules))
@@ -77,9 +78,10 @@ def test_the_module_form_of_the_command_imports_no_torch(module: str) -> None:
 
 def test_completion_knows_commands_and_options_without_torch() -> None:
     code = (
-        "import sys, fusedops_command\n"
-        "sys.argv = ['fusedops']\n"
-        "try: fusedops_command.main()\n"
+        "import sys\n"
+        "sys.argv = ['/bin/fusedops']\n"
+        "from fusedops.cli.main import app\n"
+        "try: app()\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
     shell = {"_FUSEDOPS_COMPLETE": "complete_bash"}
@@ -92,7 +94,9 @@ def test_completion_knows_commands_and_options_without_torch() -> None:
 def test_every_name_works_in_the_process_of_the_command() -> None:
     done = run(
         "-c",
-        "import fusedops_command, sys, fusedops\n"
+        "import sys\n"
+        "sys.argv = ['/bin/fusedops']\n"
+        "import fusedops\n"
         "assert 'torch' not in sys.modules\n"
         "import torch\n"
         "for name in 'layer_norm RoutingPlan use_backend UnsupportedError ops nn'.split():\n"

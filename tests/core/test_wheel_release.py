@@ -70,8 +70,8 @@ def test_results_of_the_same_files_are_joined(
 def test_the_sdist_lists_files_that_exist() -> None:
     listed = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
     paths = [path for words in listed if words[0] in ("include", "graft") for path in words[1:]]
-    assert "tools/native.py" in paths and "csrc" in paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {"csrc", "tools", "tests"} <= set(paths)
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
 
 
 def wheel_of(folder: Path, torches: str) -> Path:
@@ -84,6 +84,19 @@ def wheel_of(folder: Path, torches: str) -> Path:
     )
     (wheel,) = (folder / "dist").glob("*.whl")
     return wheel
+
+
+@pytest.mark.ci
+def test_a_wheel_is_not_made_without_a_compiler(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "bdist_wheel"],
+        cwd=small_project(tmp_path, host=True),
+        env={**os.environ, "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and not list(tmp_path.rglob("*.whl"))
+    assert "no wheel" in done.stderr and "FUSEDOPS_TORCHES=none" in done.stderr
 
 
 @pytest.mark.slow
