@@ -111,7 +111,7 @@ __all__ = [
 def _runs_command() -> bool:
     """Return whether this process was started as ``fusedops`` or ``python -m fusedops``.
 
-    The command imports torch when a subcommand needs it: help and usage errors must not wait for it.
+    The command imports torch when a subcommand needs it: help must not wait for it.
     """
     if sys.argv and os.path.basename(sys.argv[0]) == "fusedops":
         return True
