@@ -7,14 +7,16 @@ Below ``build`` are the variants that the loader of ``kernels`` takes: one for e
 Triton and reference alone, and one with the compiled CPU library of this checkout, for the torch
 that it was built with. Nothing in it is written by hand but ``hub_layers.py`` and what is below.
 
-A package of the hub is loaded from any folder, together with others. Its imports are therefore
-relative, and its operators have a namespace of their own. The compiled library has the namespace of
-fusedops in it: that variant refuses to be loaded where fusedops is imported.
+A package of the hub is loaded from any folder, together with others and with other versions of
+itself. Its imports are therefore relative, and its operators have a namespace with a digest of the
+sources in its name. The compiled library has the namespace of fusedops in it: that variant refuses
+to be loaded where fusedops is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import re
@@ -84,7 +86,7 @@ def write_package(folder: Path) -> list[Path]:
         raise FileExistsError(f"{folder} is not empty and is no package of the hub")
     final, folder = folder, folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
-    _write_sources(folder / "torch-ext" / MODULE, MODULE)
+    _write_sources(folder / "torch-ext" / MODULE, unique_namespace())
     (folder / "build.toml").write_text(BUILD)
     (folder / "README.md").write_text(README)
     variants = [_variant(folder, f"torch-{backend}", backend) for backend in BACKENDS]
@@ -96,15 +98,27 @@ def write_package(folder: Path) -> list[Path]:
     return [final / variant.relative_to(folder) for variant in variants]
 
 
+def _sources() -> list[Path]:
+    folders = [ROOT / "fusedops" / package for package in PACKAGES]
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+
+
+def unique_namespace() -> str:
+    """Return the namespace of the operators: two versions may be loaded in one process."""
+    digest = hashlib.sha256()
+    for path in (*_sources(), ROOT / "tools" / "hub_layers.py"):
+        digest.update(path.read_bytes())
+    return f"{MODULE}_{digest.hexdigest()[:8]}"
+
+
 def _write_sources(target: Path, namespace: str) -> None:
-    for package in PACKAGES:
-        (target / package).mkdir(parents=True)
-        for path in sorted((ROOT / "fusedops" / package).glob("*.py")):
-            text = relocated(path.read_text(), depth=1, namespace=namespace)
-            (target / package / path.name).write_text(text)
+    for path in _sources():
+        written = target / path.parent.name / path.name
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(relocated(path.read_text(), depth=1, namespace=namespace))
     layers = (ROOT / "tools" / "hub_layers.py").read_text()
     (target / "layers.py").write_text(relocated(layers, depth=0, namespace=namespace))
-    (target / "__init__.py").write_text(INIT if namespace == MODULE else ALONE + INIT)
+    (target / "__init__.py").write_text(ALONE + INIT if namespace == "fusedops" else INIT)
 
 
 def relocated(text: str, *, depth: int, namespace: str) -> str:
@@ -128,17 +142,17 @@ def relocated(text: str, *, depth: int, namespace: str) -> str:
     )
     text = text.replace('_NAMESPACE = "fusedops"', f'_NAMESPACE = "{namespace}"')
     text = re.sub(r"torch\.ops\.fusedops\b", f"torch.ops.{namespace}", text)
-    text = text.replace('"fusedops.RoutingPlan"', f'"{MODULE}.RoutingPlan"')
+    text = text.replace('"fusedops.RoutingPlan"', f'"{namespace}.RoutingPlan"')
     for line in text.splitlines():
         if re.match(r"\s*(import|from) fusedops\b", line) or '"fusedops.kernels' in line:
             raise ValueError(f"tools/hub_package.py does not know how to relocate: {line.strip()}")
     return text
 
 
-def _variant(folder: Path, name: str, backend: str, namespace: str = MODULE) -> Path:
+def _variant(folder: Path, name: str, backend: str, namespace: str | None = None) -> Path:
     """Write a variant from the sources and return its folder."""
     target = folder / "build" / name
-    _write_sources(target, namespace)
+    _write_sources(target, namespace or unique_namespace())
     metadata = {
         "id": f"{MODULE}_{name.replace('-', '_')}_{VERSION}",
         "name": NAME,

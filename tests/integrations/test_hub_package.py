@@ -45,6 +45,49 @@ def test_every_source_compiles_and_imports_nothing_of_fusedops(folder: Path) -> 
         assert "torch.ops.fusedops." not in text and '"fusedops.kernels' not in text, path
 
 
+TWO_VERSIONS = """
+import importlib.util, sys, torch
+for name, folder in (("one", sys.argv[1]), ("two", sys.argv[2])):
+    spec = importlib.util.spec_from_file_location(
+        name, f"{folder}/__init__.py", submodule_search_locations=[folder])
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+x = torch.randn(3, 8)
+from one._core.library import _NAMESPACE as first
+from two._core.library import _NAMESPACE as second
+assert first != second and "fusedops" not in sys.modules
+for package in ("one", "two"):
+    torch.testing.assert_close(sys.modules[package].gelu(x), torch.nn.functional.gelu(x))
+"""
+
+
+def test_two_versions_load_in_one_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_package, "unique_namespace", lambda: "fusedops_kernels_other")
+    hub_package.write_package(tmp_path / "other")
+    packages = [str(path / "build" / "torch-cpu") for path in (folder, tmp_path / "other")]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TWO_VERSIONS, *packages],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_namespace_depends_on_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = hub_package.unique_namespace()
+    source = tmp_path / "gelu.py"
+    source.write_text("changed = True")
+    monkeypatch.setattr(hub_package, "_sources", lambda: [source])
+    assert before == before.lower() and hub_package.unique_namespace() != before
+
+
 def test_a_source_that_cannot_be_relocated_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not know how to relocate: import fusedops"):
         hub_package.relocated("import fusedops\n", depth=1, namespace="other")
