@@ -17,6 +17,7 @@ PACKAGES = (
     *("fusedops", "fusedops.ops", "fusedops.nn", "fusedops.optim", "fusedops.checkpoint"),
     *("fusedops.generation", "fusedops.memory", "fusedops.models", "fusedops.parallel"),
     *("fusedops.planner", "fusedops.profiler", "fusedops.testing", "fusedops.train"),
+    "fusedops.library",
 )
 
 

@@ -26,6 +26,7 @@ OP_PAGES = ROOT / "docs" / "ops"
 MODULES = {
     "fusedops": "index.md",
     "fusedops.ops": "operators.md",
+    "fusedops.library": "tutorials/write_an_op.md",
     "fusedops.nn": "operators.md",
     "fusedops.optim": "optim.md",
     "fusedops.memory": "memory.md",
