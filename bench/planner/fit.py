@@ -6,7 +6,7 @@
 
 A file may be followed by the device of rows that have none. The weight of a row is the root of
 what it would be if all sources weighed alike. With --half only the first, third and so on row of
-each file is fitted, and the errors of the others are those that docs/dev/planner_errors.md shows.
+each file is fitted, and the errors of the others are those that docs/planning.md shows.
 """
 
 from __future__ import annotations
