@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn, randn_on, with_extremes
+from fusedops.specs.make import Maker, drawn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
@@ -69,10 +69,8 @@ def _eager(
     return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    plain = randn_on(device, wide)
+def _samples(new: Maker) -> list[Sample]:
+    plain, device = new.wide, new.device
 
     def qkv(
         batch: int = 2,
@@ -104,7 +102,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def keep(*shape: int) -> torch.Tensor:
         return plain(*shape, grad=False, key="mask") > -0.3
 
-    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=plain.dtype)
     none_of_second = keep(5, 7).clone()
     none_of_second[1] = False
     sinks = plain(2, key="sinks")
@@ -210,30 +208,27 @@ def _case(
     what: str = "causal",
     *,
     key_heads: int | None = None,
-    headline: bool = False,
 ) -> BenchCase:
     shared = heads if key_heads is None else key_heads
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        def new(count: int, key: str) -> torch.Tensor:
-            made = randn(batch, rows, count, size, device=device, dtype=dtype, key=key)
+    def make(new: Maker) -> Sample:
+        def heads_of(count: int, key: str) -> torch.Tensor:
+            made = new(batch, rows, count, size, key=key)
             return made.detach().transpose(1, 2).requires_grad_()
 
-        q, k, v = new(heads, "q"), new(shared, "k"), new(shared, "v")
+        q, k, v = heads_of(heads, "q"), heads_of(shared, "k"), heads_of(shared, "v")
         options: dict[str, Any] = {"enable_gqa": True} if shared != heads else {}
         if what == "causal":
             options["is_causal"] = True
         elif what == "mask":
-            noise = randn(batch, 1, 1, rows, device=device, dtype=torch.float32, grad=False)
+            noise = new(batch, 1, 1, rows, dtype=torch.float32, grad=False)
             options["attn_mask"] = noise > -1.0
         elif what == "window":
             options |= {"is_causal": True, "window": (rows // 8, -1)}
         elif what == "softcap":
             options |= {"is_causal": True, "softcap": 30.0}
         elif what == "bias":
-            options["attn_mask"] = randn(
-                1, heads, rows, rows, device=device, dtype=dtype, grad=False, key="bias"
-            )
+            options["attn_mask"] = new(1, heads, rows, rows, grad=False, key="bias")
         return Sample("bench", (q, k, v), options)
 
     tokens = batch * rows * size
@@ -243,7 +238,7 @@ def _case(
     grouped = f"/{shared}" if shared != heads else ""
     label = f"{batch}x{heads}{grouped}x{rows}x{size} {what}"
     elements = ((2 * heads + 2 * shared) * tokens, (4 * heads + 4 * shared) * tokens)
-    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs))
 
 
 def _from_opinfo(
@@ -258,12 +253,12 @@ SPEC = Spec(
     op=attention,
     eager=_eager,
     non_finite=tuple(functools.partial(written_out, attend=attend) for attend in NOT_FINITE),
-    samples=_samples,
+    samples=drawn(_samples),
     bad_inputs=_bad_inputs,
     bench_case=_case,
     bench_cases=(
-        _case(8, 12, 512, 64, "mask", headline=True),
-        _case(4, 12, 1024, 64, "causal", headline=True),
+        _case(8, 12, 512, 64, "mask").headlined(),
+        _case(4, 12, 1024, 64, "causal").headlined(),
         _case(8, 12, 128, 64, "mask"),
         _case(8, 12, 256, 64, "causal"),
         _case(1, 8, 4096, 128, "causal"),

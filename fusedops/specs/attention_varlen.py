@@ -9,7 +9,7 @@ import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn_on, with_extremes
+from fusedops.specs.make import Maker, drawn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
 
 
@@ -59,11 +59,9 @@ def _ends(device: torch.device, *lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    plain = randn_on(device, wide)
-    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+def _samples(new: Maker) -> list[Sample]:
+    plain, device = new.wide, new.device
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=plain.dtype)
 
     def call(
         q_lengths: tuple[int, ...],
@@ -137,19 +135,18 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = False) -> BenchCase:
+def _case(lengths: tuple[int, ...], heads: int, size: int) -> BenchCase:
     total = sum(lengths)
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+    def make(new: Maker) -> Sample:
         tensors = (new(total, heads, size, key=name) for name in "qkv")
-        ends, longest = _ends(device, *lengths), max(lengths)
+        ends, longest = _ends(new.device, *lengths), max(lengths)
         return Sample("bench", (*tensors, ends, ends, longest, longest), {"is_causal": True})
 
     pairs = sum(length * length for length in lengths) * heads * size // 2
     label = f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal"
     elements = (4 * total * heads * size, 8 * total * heads * size)
-    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs))
 
 
 SPEC = Spec(
@@ -157,11 +154,11 @@ SPEC = Spec(
     op=attention_varlen,
     eager=_eager,
     non_finite=tuple(functools.partial(_eager, attend=attend) for attend in NOT_FINITE),
-    samples=_samples,
+    samples=drawn(_samples),
     bad_inputs=_bad_inputs,
     bench_case=_case,
     bench_cases=(
-        _case((100, 512, 37, 350, 1024, 25), 12, 64, headline=True),
+        _case((100, 512, 37, 350, 1024, 25), 12, 64).headlined(),
         _case((64,) * 32, 12, 64),
     ),
     summary="attention over packed sequences, no padding computed",

@@ -7,11 +7,13 @@ and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from fusedops.specs.make import Maker
 
 # What an op returns: a tensor, or several in a tuple or another pytree (a RoutingPlan).
 Tensors = Any
@@ -132,19 +134,29 @@ class BenchCase:
     def moving(
         cls,
         label: str,
-        make: Callable[[torch.device, torch.dtype], Sample],
+        arguments: Callable[[Maker], Any],
         elements: tuple[int, int],
         flops: tuple[int, int] = (0, 0),
-        *,
-        headline: bool = True,
+        extra: tuple[int, int] = (0, 0),
     ) -> BenchCase:
-        """Return a row whose forward and backward move so many elements of the given dtype."""
+        """Return a row whose forward and backward move so many elements and ``extra`` bytes.
 
-        def moved(count: int) -> Callable[[torch.dtype], int]:
-            return lambda dtype: count * dtype.itemsize
+        ``arguments(new)`` returns those of the call, or a sample.
+        """
 
-        forward, backward = map(moved, elements)
-        return cls(label, make, forward, backward, *flops, headline)
+        def make(device: torch.device, dtype: torch.dtype) -> Sample:
+            made = arguments(Maker(device, dtype))
+            return made if isinstance(made, Sample) else Sample("bench", made)
+
+        def moved(count: int, more: int) -> Callable[[torch.dtype], int]:
+            return lambda dtype: count * dtype.itemsize + more
+
+        forward, backward = map(moved, elements, extra)
+        return cls(label, make, forward, backward, *flops, headline=False)
+
+    def headlined(self) -> BenchCase:
+        """Return the row as one of the default run."""
+        return replace(self, headline=True)
 
 
 @dataclass(frozen=True)
