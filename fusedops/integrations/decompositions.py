@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import backends
-from fusedops.kernels._grouped_arguments import GroupedMM, MoeMLP
+from fusedops.kernels._arguments import GroupedMM, MoeMLP
 from fusedops.ops import _attention_math, _moe_math, _norm_math
 from fusedops.ops._moe_gate import hidden_of
 from fusedops.ops.linear_act import activate

@@ -124,12 +124,10 @@ class AttentionCall:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences."""
         return self.query.shape[0] if self.ends is None else self.ends[0].shape[0] - 1
 
     @property
     def additive(self) -> bool:
-        """Whether the mask is added to the scores."""
         return self.mask is not None and self.mask.dtype != torch.bool
 
     @property
@@ -163,7 +161,6 @@ class AttentionCall:
         return "plain" if few else "light"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that forward and backward kernels share."""
         query, key, value = (readable(tensor) for tensor in (self.query, self.key, self.value))
         mask = self._mask()
         dropout = self.dropout
@@ -400,7 +397,6 @@ def generation_of(device: torch.device) -> int:
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
     size = max(query.shape[-1], value.shape[-1])
     if size > 256:
         return f"its kernels keep a whole head in registers: sizes up to 256, not {size}"
@@ -408,5 +404,4 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: An
 
 
 def supports_backward(grad_output: Any, grad_lse: Any, *args: Any) -> str | None:
-    """Return why the backward cannot run, or ``None``."""
     return supports(*args)

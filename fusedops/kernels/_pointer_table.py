@@ -195,7 +195,6 @@ def on_device(
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether what is launched on a device now is captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():
@@ -209,7 +208,6 @@ def _captures() -> Captures:
 
 
 def _stream(device: torch.device) -> int:
-    """Return which stream of a device is current."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

@@ -22,12 +22,7 @@ GROUP_M = 8
 
 @triton.jit
 def tile_of(
-    program,
-    num_rows,
-    num_cols,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    program, num_rows, num_cols, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns.
 
@@ -68,13 +63,7 @@ def sum_of_pointers(x_ptrs, w_ptrs, in_cols, depth, stride_xk, stride_wk, PRECIS
 
 @triton.jit
 def load_weights(
-    weight,
-    group,
-    first,
-    col,
-    TMA_MODE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    weight, group, first, col, TMA_MODE: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Return the block ``[K, N]`` at ``first`` along the sum and column ``col``, by descriptor.
 

@@ -223,7 +223,6 @@ def merge_kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels; arguments and results are those of ``fusedops::attention_decode``."""
     *tensors, cache_seqlens, alibi_slopes, sinks, scale, window_left, softcap = args
     query, key, value = map(readable, tensors)
     batch, heads, rows, size = query.shape

@@ -138,7 +138,6 @@ def _gradient_kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::linear_act``."""
     input, weight, bias, activation, keep_preactivation = args
     keeps = keep_preactivation and activation != "identity"
     return linear(input, weight, bias, activation, keeps)
@@ -163,31 +162,17 @@ def linear(
     blocks, options = blocks_of(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"], x, weight)
+    tensors = (*operands, _launch.dense(bias, x), kept if keeps else output, output)
+    sizes = (num_rows, num_cols, depth, *x.stride(), *weight.stride())
+    flags = {"HAS_BIAS": bias is not None, "KEEPS": keeps, "ACTIVATION": activation}
+    flags |= {"PRECISION": _launch.precision(input.dtype), "TMA_MODE": tma_mode}
+    flags |= {"GROUP_M": group_of(num_rows, blocks)}
     with _launch.device_of(x):
-        _forward_kernel[(tiles,)](
-            *operands,
-            _launch.dense(bias, x),
-            kept if keeps else output,
-            output,
-            num_rows,
-            num_cols,
-            depth,
-            *x.stride(),
-            *weight.stride(),
-            HAS_BIAS=bias is not None,
-            KEEPS=keeps,
-            ACTIVATION=activation,
-            PRECISION=_launch.precision(input.dtype),
-            TMA_MODE=tma_mode,
-            GROUP_M=group_of(num_rows, blocks),
-            **blocks,
-            **options,
-        )
+        _forward_kernel[(tiles,)](*tensors, *sizes, **flags, **blocks, **options)
     return output, kept
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::linear_act_backward``."""
     grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
     dy = as_matrix(grad_output.contiguous())
     wants_product = output_mask[0] or output_mask[1]
@@ -215,13 +200,8 @@ def activation_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dy * act'(kept)``, ``act(kept)`` and the column sums of the first, in one pass.
 
-    Args:
-        dy: ``[rows, columns]``, dense.
-        kept: the pre-activation, of as many elements, dense; not read for the identity alone.
-        activation: its name.
-        wants_grad: for the identity the gradient is ``dy`` itself, and nothing is written.
-        wants_bias: whether to return the column sums.
-        wants_hidden: whether to return ``act(kept)``.
+    Both matrices are dense. For the identity the gradient is ``dy`` itself, and ``kept``, the
+    pre-activation, is only read for ``act(kept)``.
     """
     num_rows, num_cols = dy.shape
     writes_grad = wants_grad and activation != "identity"

@@ -1,10 +1,8 @@
 """Cross-entropy of logits and class indices, without the softmax in memory.
 
-    loss = log sum_j exp(y_j) - y_target,   y = logits, or softcap * tanh(logits / softcap)
-
-with label smoothing and z-loss. The forward reads the logits once and keeps two numbers per row;
-the backward reads them once and writes their gradient once. Kernels:
-``csrc/cpu/loss/cross_entropy.*``, ``kernels/cross_entropy.py``.
+The forward reads the logits once and keeps two numbers per row; the backward reads them once and
+writes their gradient once. Kernels: ``csrc/cpu/loss/cross_entropy.*`` and
+``kernels/cross_entropy.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
+from fusedops.kernels._arguments import CrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as formulas
 
 
@@ -139,9 +137,9 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def _backward_reference(*args: Any) -> torch.Tensor | None:
+def _backward(*args: Any) -> torch.Tensor | None:
     # What was kept is not used: this is also the second derivative.
-    grad_loss, call, (_, count), output_mask = of_backward(CrossEntropy, args)
+    (grad_loss,), call, (_, count), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
     if call.reduction == "mean":
@@ -197,7 +195,7 @@ _OP = define_op(
         inputs=("logits",),
         outputs=("loss",),
         saves=("logits", "target", "statistics", "count"),
-        reference=_backward_reference,
+        reference=_backward,
     ),
     triton="fusedops.kernels.cross_entropy",
     shard=_shard,
