@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import Sample, Spec
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import Sample, describe
 
 
 def _samples(new: Maker) -> list[Sample]:
@@ -20,14 +20,9 @@ def _samples(new: Maker) -> list[Sample]:
 
 
 _case = _add_norm.case_function(takes_bias=True)
+_eager = _add_norm.eager(F.layer_norm)
 
-SPEC = Spec(
-    name="add_layer_norm",
-    op=add_layer_norm,
-    eager=_add_norm.eager(F.layer_norm),
-    samples=drawn(_samples),
-    bad_inputs=_add_norm.bad_inputs,
-    bench_case=_case,
+SPEC = describe(add_layer_norm, _eager, _samples, _add_norm.bad_inputs, _case)(
     bench_cases=_add_norm.cases(_case),
     summary="dropout, residual sum and layer normalisation",
     autocast="norm",

@@ -8,9 +8,9 @@ import torch
 
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker, drawn
+from fusedops.specs.make import Maker
 from fusedops.specs.rms_norm import eager_rms_norm
-from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, Sample, bad_changes, describe
 
 
 def _samples(new: Maker) -> list[Sample]:
@@ -39,13 +39,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 _case = _add_norm.case_function(takes_bias=False)
 
-SPEC = Spec(
-    name="add_rms_norm",
-    op=add_rms_norm,
-    eager=_add_norm.eager(eager_rms_norm),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(add_rms_norm, _add_norm.eager(eager_rms_norm), _samples, _bad_inputs, _case)(
     bench_cases=_add_norm.cases(_case),
     summary="dropout, residual sum and root-mean-square normalisation",
     autocast="norm",

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def written_out(
@@ -37,17 +37,9 @@ def written_out(
             t.reshape(-1, *((1,) if t.dim() == 2 else ()), *t.shape[-3:])
             for t in (query, key, value)
         )
-    output, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        left=left,
-        right=0 if is_causal else right,
-        scale=scale,
-        **options,
-    )
+    options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "scale": scale}
+    window = (left, 0 if is_causal else right)
+    output, lse = attend(query, key, value, window=window, **options)
     output = output.reshape(*rows, output.shape[-1])
     return (output, lse.reshape(rows)) if return_lse else output
 
@@ -201,13 +193,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    batch: int,
-    heads: int,
-    rows: int,
-    size: int,
-    what: str = "causal",
-    *,
-    key_heads: int | None = None,
+    batch: int, heads: int, rows: int, size: int, what: str = "causal", key_heads: int | None = None
 ) -> BenchCase:
     shared = heads if key_heads is None else key_heads
 
@@ -248,14 +234,8 @@ def _from_opinfo(
     return None if kwargs.get("dropout_p", 0.0) else ((query, *args), kwargs)
 
 
-SPEC = Spec(
-    name="attention",
-    op=attention,
-    eager=_eager,
+SPEC = describe(attention, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(written_out, attend=attend) for attend in NOT_FINITE),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(8, 12, 512, 64, "mask").headlined(),
         _case(4, 12, 1024, 64, "causal").headlined(),

@@ -10,8 +10,8 @@ import torch
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -139,14 +139,8 @@ def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> Ben
     return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="attention_decode",
-    op=attention_decode,
-    eager=_eager,
+SPEC = describe(attention_decode, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(_with_empty_end, attend=attend) for attend in NOT_FINITE),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(8, 32, 8, 2048, 128).headlined(),
         _case(1, 12, 12, 512, 64),

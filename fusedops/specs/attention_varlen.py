@@ -9,8 +9,8 @@ import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -39,16 +39,8 @@ def _eager(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[n]
-        output, lse = attend(
-            q,
-            k,
-            v,
-            left=left,
-            right=0 if is_causal else right,
-            offset=k.shape[2] - q.shape[2],
-            alibi_slopes=slopes,
-            **options,
-        )
+        options |= {"offset": k.shape[2] - q.shape[2], "alibi_slopes": slopes}
+        output, lse = attend(q, k, v, window=(left, 0 if is_causal else right), **options)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
     output, lse = torch.cat(outputs), torch.cat(lses, 1)
@@ -149,14 +141,8 @@ def _case(lengths: tuple[int, ...], heads: int, size: int) -> BenchCase:
     return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs))
 
 
-SPEC = Spec(
-    name="attention_varlen",
-    op=attention_varlen,
-    eager=_eager,
+SPEC = describe(attention_varlen, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(_eager, attend=attend) for attend in NOT_FINITE),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case((100, 512, 37, 350, 1024, 25), 12, 64).headlined(),
         _case((64,) * 32, 12, 64),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fusedops.ops.baddbmm import baddbmm
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -110,13 +110,7 @@ def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
 
 
 _ALIBI = "8x12 scores 512x64x512, ALiBi"
-SPEC = Spec(
-    name="baddbmm",
-    op=baddbmm,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_sized,
+SPEC = describe(baddbmm, _eager, _samples, _bad_inputs, _sized)(
     bench_cases=(
         _case(_ALIBI, (12, 1, 512), (8, 12, 512, 64), (8, 12, 64, 512), alpha=0.125).headlined(),
         _case("16x256x256x256", (16, 256, 256), (16, 256, 256), (16, 256, 256)).headlined(),

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -80,13 +80,7 @@ def _case(rows: int, columns: int, p: float, *, bias: bool = False) -> BenchCase
     return BenchCase.moving(label, make, (3 * size, 2 * size))
 
 
-SPEC = Spec(
-    name="bias_dropout_add",
-    op=bias_dropout_add,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(bias_dropout_add, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 1024, 0.1).headlined(),
         _case(4096, 1024, 0.1, bias=True).headlined(),

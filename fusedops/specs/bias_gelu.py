@@ -9,8 +9,8 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -63,13 +63,7 @@ def _case(rows: int, columns: int, approximate: str) -> BenchCase:
     return BenchCase.moving(label, make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="bias_gelu",
-    op=bias_gelu,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(bias_gelu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 4096, "tanh").headlined(),
         _case(4096, 4096, "none"),

@@ -65,13 +65,8 @@ def run(
     """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
 
     Outputs that have no gradient, where only some tensors of the sample require one, are left out.
-
-    Args:
-        function: the op, or what it is compared with.
-        sample: the call.
-        incoming: gives the incoming gradients of the floating outputs.
-        rounded_to: the dtypes that incoming gradients are rounded to first, for a call that is
-            compared with one whose outputs have these dtypes.
+    ``incoming`` gives the incoming gradients of the floating outputs. They are rounded to the
+    dtypes ``rounded_to`` first, for a call that is compared with one whose outputs have these.
     """
     seed_generators(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
@@ -112,16 +107,7 @@ def baseline(
 
 
 def difference_from_truth(actual: ComparisonResult, spec: Spec, sample: Sample) -> str | None:
-    """Return the first output or gradient of a call that is over its error budget, and where.
-
-    Args:
-        actual: what the call gave.
-        spec: of the op.
-        sample: the call.
-
-    Returns:
-        A sentence, or ``None`` when all is within budget.
-    """
+    """Return the first output or gradient that is over its error budget, and where, or ``None``."""
     return difference_from_exact(
         actual, truth(spec, sample), baseline(spec, fresh(sample)), spec, sample
     )
@@ -179,9 +165,6 @@ def difference_from_exact(
         sample: the call.
         inside: dtype of the values that results are made of, where the spec does not say it.
         loose: whether half of the digits of the largest value may be wrong.
-
-    Returns:
-        A sentence, or ``None`` when all is within budget.
     """
     depth = spec.depth(sample)
     inside = inside or spec.inner_dtype(sample)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
-from fusedops.specs.make import Maker, common_offset, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def eager(
@@ -47,7 +47,6 @@ def ignoring(
 
 
 def _samples(new: Maker) -> list[Sample]:
-
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -64,6 +63,7 @@ def _samples(new: Maker) -> list[Sample]:
 
     none: dict[str, Any] = {"reduction": "none"}
     every: dict[str, Any] = {"softcap": 4.0, "label_smoothing": 0.2, "z_loss": 1e-2}
+    large = common_offset(new.dtype)
     return [
         call("rows", (7,), 33, **none),
         call("mean", (7,), 33, (2, 6)),
@@ -78,15 +78,8 @@ def _samples(new: Maker) -> list[Sample]:
         call("shifted", (5,), 70, shift=-60.0, **none),
         Sample("extremes", (with_extremes(new(9, 33)), new.integers(9, high=33)), none),
         call("offset", (5,), 70, shift=1e3),
-        call("large_offset", (5,), 70, shift=common_offset(new.dtype), label_smoothing=0.1),
-        call(
-            "negative_offset",
-            (5,),
-            2100,
-            shift=-common_offset(new.dtype),
-            label_smoothing=0.1,
-            **none,
-        ),
+        call("large_offset", (5,), 70, shift=large, label_smoothing=0.1),
+        call("negative_offset", (5,), 2100, shift=-large, label_smoothing=0.1, **none),
         call("offset_z_loss", (5,), 70, shift=1e3, z_loss=1e-4),
         call("one_row", (), 129),
         call("one_class", (3,), 1, **none),
@@ -140,14 +133,8 @@ def _from_opinfo(
     return (input.movedim(1, -1), target), kwargs
 
 
-SPEC = Spec(
-    name="cross_entropy",
-    op=cross_entropy,
-    eager=eager,
+SPEC = describe(cross_entropy, eager, _samples, _bad_inputs, _case)(
     non_finite=(ignoring,),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(2048, 50257).headlined(),
         _case(2048, 50257, z_loss=1e-4, label_smoothing=0.1),

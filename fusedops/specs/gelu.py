@@ -9,8 +9,8 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -56,13 +56,7 @@ def _case(shape: tuple[int, ...], approximate: str) -> BenchCase:
     return BenchCase.moving(label, lambda new: (new(*shape), approximate), elements)
 
 
-SPEC = Spec(
-    name="gelu",
-    op=gelu,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(gelu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case((4096, 4096), "fast").headlined(),
         _case((4096, 4096), "tanh"),

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.grouped_mm import grouped_mm
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -122,13 +122,7 @@ def _case(rows: int, groups: int, depth: int, columns: int, transposed: bool = T
     return BenchCase.moving(label, make, elements, (flops, 2 * flops))
 
 
-SPEC = Spec(
-    name="grouped_mm",
-    op=grouped_mm,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(grouped_mm, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(2048, 8, 1024, 2048).headlined(),
         _case(4096, 64, 1024, 768).headlined(),

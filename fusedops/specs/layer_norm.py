@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, common_offset, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _samples(new: Maker) -> list[Sample]:
@@ -68,13 +68,7 @@ def _case(rows: int, columns: int) -> BenchCase:
     return BenchCase.moving(f"{rows}x{columns}", make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="layer_norm",
-    op=layer_norm,
-    eager=F.layer_norm,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(layer_norm, F.layer_norm, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 768),
         _case(4096, 1024).headlined(),

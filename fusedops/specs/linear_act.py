@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_act import linear_act
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -96,13 +96,7 @@ def _from_opinfo(
     return (input, *args), {**kwargs, "activation": "identity"}
 
 
-SPEC = Spec(
-    name="linear_act",
-    op=linear_act,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(linear_act, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(1024, 768, 3072).headlined(),
         _case(4096, 768, 3072),

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import cross_entropy
-from fusedops.specs.make import Maker, common_offset, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -30,23 +30,16 @@ def _eager(
 
 
 def _ignoring(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    reads_hidden: bool,
-    **options: Any,
+    hidden: torch.Tensor, *args: torch.Tensor, reads_hidden: bool, **options: Any
 ) -> torch.Tensor:
     """Compute the same with no gradient for ignored rows, whatever they or the weight hold."""
     if not reads_hidden:
-        ignored = target == options.get("ignore_index", -100)
+        ignored = args[1] == options.get("ignore_index", -100)
         hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
-    return _eager(hidden, weight, target, bias, loss=cross_entropy.ignoring, **options)
+    return _eager(hidden, *args, loss=cross_entropy.ignoring, **options)
 
 
 def _samples(new: Maker) -> list[Sample]:
-
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -138,15 +131,9 @@ def _case(rows: int, hidden_size: int, classes: int, **options: Any) -> BenchCas
     return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="linear_cross_entropy",
-    op=linear_cross_entropy,
-    eager=_eager,
+SPEC = describe(linear_cross_entropy, _eager, _samples, _bad_inputs, _case)(
     # For the gradient of the weight an ignored row is skipped, or multiplied by a gradient of 0.
     non_finite=tuple(functools.partial(_ignoring, reads_hidden=reads) for reads in (False, True)),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(2048, 768, 50257).headlined(),
         _case(2048, 768, 50257, recompute=True),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_glu import linear_glu
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -84,13 +84,7 @@ def _case(rows: int, in_features: int, out_features: int, activation: str = "sil
     return BenchCase.moving(label, make, elements, (4 * product, 8 * product))
 
 
-SPEC = Spec(
-    name="linear_glu",
-    op=linear_glu,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(linear_glu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(1024, 768, 2048).headlined(),
         _case(4096, 512, 1408),

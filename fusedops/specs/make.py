@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fusedops._core import dtypes
-
-_Call = TypeVar("_Call")
 
 
 def randn(
@@ -55,13 +52,6 @@ class Maker:
     def wide(self) -> Maker:
         """The same with float32 for half precision."""
         return replace(self, dtype=dtypes.statistics_dtype(self.dtype))
-
-
-def drawn(
-    samples: Callable[[Maker], list[_Call]],
-) -> Callable[[torch.device, torch.dtype], list[_Call]]:
-    """Return ``Spec.samples`` of a function that makes the samples."""
-    return lambda device, dtype: samples(Maker(device, dtype))
 
 
 def common_offset(dtype: torch.dtype) -> float:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.mlp import mlp
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -104,13 +104,7 @@ def _case(
     return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="mlp",
-    op=mlp,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(mlp, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(1024, 768, 3072).headlined(),
         _case(1024, 768, 3072, recompute=True),

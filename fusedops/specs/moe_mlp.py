@@ -13,8 +13,8 @@ from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _hidden(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
@@ -186,14 +186,8 @@ def _case(
     return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="moe_mlp",
-    op=moe_mlp,
-    eager=_eager,
+SPEC = describe(moe_mlp, _eager, _samples, _bad_inputs, _case)(
     non_finite=(_eager, functools.partial(_eager, weigh_hidden=True)),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(2048, 2, 8, 1024, 2048).headlined(),
         _case(1024, 8, 64, 1024, 512).headlined(),

@@ -13,8 +13,8 @@ import torch
 
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -143,13 +143,7 @@ def _case(tokens: int, hidden: int, top_k: int, *, quantized: bool = False) -> B
     return BenchCase.moving(label, make, elements)
 
 
-SPEC = Spec(
-    name="moe_pack",
-    op=_packed_and_read,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(_packed_and_read, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 2048, 2).headlined(),
         _case(4096, 2048, 2, quantized=True),

@@ -10,8 +10,8 @@ import torch
 from fusedops.ops import RoutingPlan, moe_relayout
 from fusedops.ops.moe_relayout import LAYOUTS
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -115,13 +115,7 @@ def _case(tokens: int, size: int, top_k: int, experts: int, target: str) -> Benc
     return BenchCase.moving(label, make, (rows * size, rows * size))
 
 
-SPEC = Spec(
-    name="moe_relayout",
-    op=moe_relayout,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(moe_relayout, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 1024, 2, 8, "capacity").headlined(),
         _case(4096, 1024, 2, 8, "k_major"),

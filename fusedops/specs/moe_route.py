@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -113,7 +112,7 @@ def _plan(
     )
 
 
-def _distinct(new: Maker, tokens: int, experts: int) -> torch.Tensor:
+def distinct(tokens: int, experts: int, **place: Any) -> torch.Tensor:
     """Return logits without ties in any dtype: a permutation per row, each row of its own slope.
 
     Multiples of 1/64 of at most 8 bits are exact in bfloat16; 0 would be a tie between rows.
@@ -124,7 +123,7 @@ def _distinct(new: Maker, tokens: int, experts: int) -> torch.Tensor:
     most = 255 // (experts // 2 + 1)
     slopes = most - torch.arange(tokens) % max(1, most // 2)
     values = ranks * slopes[:, None] / 64
-    return values.to(**new.place).requires_grad_()
+    return values.to(**place).requires_grad_()
 
 
 # Sigmoids and softmaxes of all of a row, or of some, underflow or saturate; none are equal.
@@ -143,7 +142,8 @@ def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
 
 
 def _samples(new: Maker) -> list[Sample]:
-    logits = functools.partial(_distinct, new)
+    def logits(tokens: int, experts: int) -> torch.Tensor:
+        return distinct(tokens, experts, **new.place)
 
     def bias(experts: int) -> torch.Tensor:
         return new(experts, dtype=torch.float32, scale=0.1, grad=False, key="bias")
@@ -249,15 +249,9 @@ def _case(tokens: int, experts: int, top_k: int, **options: Any) -> BenchCase:
     return BenchCase.moving(label, make, (size, 2 * size), extra=(16 * slots, 8 * slots))
 
 
-SPEC = Spec(
-    name="moe_route",
-    op=moe_route,
-    eager=_eager,
+SPEC = describe(moe_route, _eager, _samples, _bad_inputs, _case)(
     # NaN is taken for -inf, inf for the largest number; which of equal logits come first is fixed.
     non_finite=(_reference,),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(4096, 8, 2, normalize=True).headlined(),
         _case(4096, 8, 8, normalize=True),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, common_offset, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -130,14 +130,8 @@ def _case(tokens: int, experts: int, top_k: int) -> BenchCase:
     return BenchCase.moving(f"{tokens}x{experts} top{top_k}", make, (size, 2 * size), extra=extra)
 
 
-SPEC = Spec(
-    name="moe_router_loss",
-    op=moe_router_loss,
-    eager=_eager,
+SPEC = describe(moe_router_loss, _eager, _samples, _bad_inputs, _case)(
     non_finite=(_of_counted,),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(_case(4096, 8, 2).headlined(), _case(4096, 64, 8).headlined()),
     summary="load balance (batch, sequence, group) and z-loss of a router",
     autocast="keep",

@@ -8,8 +8,8 @@ import torch
 
 from fusedops.ops import moe_sort
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -72,13 +72,7 @@ def _case(tokens: int, top_k: int, experts: int) -> BenchCase:
     return BenchCase.moving(f"{tokens}x{top_k} of {experts}", make, (0, 0), extra=moved)
 
 
-SPEC = Spec(
-    name="moe_sort",
-    op=moe_sort,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(moe_sort, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(_case(8192, 8, 64).headlined(), _case(8192, 2, 8), _case(4096, 8, 256)),
     summary="stable counting sort of the experts' choices: permutation, counts, offsets",
     autocast="keep",

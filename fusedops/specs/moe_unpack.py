@@ -10,8 +10,8 @@ import torch
 from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
-from fusedops.specs.make import Maker, drawn, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -60,13 +60,7 @@ def _case(rows: int, hidden: int) -> BenchCase:
     return BenchCase.moving(f"{rows}x{hidden}", make, moved, extra=moved)
 
 
-SPEC = Spec(
-    name="moe_unpack",
-    op=moe_unpack,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(moe_unpack, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(_case(8192, 2048).headlined(), _case(128, 2048)),
     summary="float8 rows of a received payload in a wide dtype",
     autocast="keep",

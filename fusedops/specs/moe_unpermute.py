@@ -9,8 +9,8 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_unpermute
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> torch.Tensor:
@@ -72,13 +72,7 @@ def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
     return BenchCase.moving(label, make, elements)
 
 
-SPEC = Spec(
-    name="moe_unpermute",
-    op=moe_unpermute,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(moe_unpermute, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 1024, 8, 64).headlined(),
         _case(4096, 2048, 2, 8),

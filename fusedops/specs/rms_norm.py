@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
-from fusedops.specs.make import Maker, common_offset, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def eager_rms_norm(
@@ -79,13 +79,7 @@ def _case(rows: int, columns: int, rounding: str = "torch") -> BenchCase:
     return BenchCase.moving(label, make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="rms_norm",
-    op=rms_norm,
-    eager=eager_rms_norm,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(rms_norm, eager_rms_norm, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 768),
         _case(4096, 1024).headlined(),

@@ -8,8 +8,8 @@ import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -126,13 +126,7 @@ def _case(
     return BenchCase.moving(label, make, (2 * elements, 2 * elements))
 
 
-SPEC = Spec(
-    name="rotary_embedding",
-    op=rotary_embedding,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(rotary_embedding, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(2, 2048, 32, 8, 128).headlined(),
         _case(2, 2048, 32, 8, 128, interleaved=True),

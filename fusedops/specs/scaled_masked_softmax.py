@@ -10,8 +10,8 @@ import torch
 
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, common_offset, drawn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -147,16 +147,10 @@ def _from_opinfo(
     return (input,), {}
 
 
-SPEC = Spec(
-    name="scaled_masked_softmax",
-    op=scaled_masked_softmax,
-    eager=_eager,
+SPEC = describe(scaled_masked_softmax, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(
         functools.partial(_not_finite, masks_by=way) for way in ("filling", "adding", "skipping")
     ),
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
         _case(2, 12, 1024, "keep").headlined(),
         _case(2, 12, 1024, "causal"),

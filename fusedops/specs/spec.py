@@ -6,6 +6,7 @@ and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -228,6 +229,22 @@ class Spec:
         That is the one of the least precision among the floating tensors of the call.
         """
         return sample.least_dtype if self.rounds_inside else None
+
+
+def describe(
+    op: Callable[..., Tensors],
+    eager: Callable[..., Tensors],
+    samples: Callable[[Maker], list[Sample]],
+    bad_inputs: Callable[[torch.device], list[BadInput]],
+    bench_case: Callable[..., BenchCase],
+) -> functools.partial[Spec]:
+    """Return what makes the ``Spec`` of an op of the other fields; ``samples`` takes a maker."""
+
+    def drawn(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        return samples(Maker(device, dtype))
+
+    functions = (op, eager, drawn, bad_inputs)
+    return functools.partial(Spec, op.__name__, *functions, bench_case=bench_case)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
 from fusedops.specs import _glu, depth
-from fusedops.specs.make import Maker, drawn
-from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import Maker
+from fusedops.specs.spec import BadInput, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -25,13 +25,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     return [bad("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1]), *wrong_tensors(bad, gate=x, up=x)]
 
 
-SPEC = Spec(
-    name="swiglu",
-    op=swiglu,
-    eager=_eager,
-    samples=drawn(_samples),
-    bad_inputs=_bad_inputs,
-    bench_case=_glu.case,
+SPEC = describe(swiglu, _eager, _samples, _bad_inputs, _glu.case)(
     bench_cases=(
         _glu.case(4096, 4096).headlined(),
         _glu.case(2048, 11008),
