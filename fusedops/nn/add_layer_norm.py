@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusedops._core import checks
+from fusedops.nn._arguments import values_of
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
@@ -57,17 +58,9 @@ class AddLayerNorm(LayerNorm):
 
         ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
-        return add_layer_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            dropout_p=self.dropout_p,
-            training=self.training,
-            seed=seed,
-        )
+        norm = (self.normalized_shape, self.weight, self.bias, self.eps)
+        options = values_of(self, "dropout_p", "training")
+        return add_layer_norm(input, residual, *norm, **options, seed=seed)
 
     def extra_repr(self) -> str:
         """Return torch's line and the dropout probability."""

@@ -1,8 +1,7 @@
 """What ``swiglu`` and ``geglu`` share: ``y = act(gate) * up``, element by element.
 
 ``act`` is a name of ``_core/activation.py``: ``silu`` or a variant of GELU. The gradients are
-``dy * up * act'(gate)`` and ``dy * act(gate)``. Kernels: ``csrc/cpu/elementwise/glu.*`` and
-``kernels/_glu.py``.
+``dy * up * act'(gate)`` and ``dy * act(gate)``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ For each parameter p with gradient grad and moments m and v, at step t:
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
     copy = p in the copy's dtype
 
-Kernels: ``csrc/cpu/optimizer/adamw.*``, ``kernels/adamw.py``. This file has the call, the
-specification and the registration. Users call ``fusedops.optim``, which checks the arguments.
-
-This op differs from the others: it returns nothing, writes to its arguments, and takes lists,
-because a launch per tensor would cost more than the step of a bias.
+Users call ``fusedops.optim``, which checks the arguments. This op differs from the others: it
+returns nothing, writes to its arguments, and takes lists, because a launch per tensor would cost
+more than the step of a bias.
 """
 
 from __future__ import annotations

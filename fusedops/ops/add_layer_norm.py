@@ -1,7 +1,4 @@
-"""Dropout, residual sum and layer normalisation in one pass.
-
-Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``, ``kernels/add_layer_norm.py``.
-"""
+"""Dropout, residual sum and layer normalisation in one pass."""
 
 from __future__ import annotations
 

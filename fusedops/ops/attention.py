@@ -1,8 +1,7 @@
 """Scaled dot-product attention with every option that transformers use, saving O(S).
 
 The scores are never materialised: kernels keep a running maximum and sum per row (online softmax),
-and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/attention/attention*``,
-``kernels/attention.py``; the formulae are in ``_attention_math.py``.
+and save the row's log-sum-exp for the backward. The formulae are in ``_attention_math.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention of the newest tokens over a cache of keys and values: the step of generation.
 
-Kernels: ``csrc/cpu/attention/attention*`` and ``kernels/attention_decode.py``; the formulae are in
-``_attention_math.py``. The op has no gradient, because generation needs none.
+The op has no gradient, because generation needs none.
 """
 
 from __future__ import annotations

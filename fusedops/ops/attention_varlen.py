@@ -1,8 +1,4 @@
-"""Attention over packed sequences, which neither stores nor computes padding.
-
-Kernels: ``csrc/cpu/attention/attention*`` and ``kernels/attention_varlen.py``; the formulae are in
-``_attention_math.py``.
-"""
+"""Attention over packed sequences, which neither stores nor computes padding."""
 
 from __future__ import annotations
 

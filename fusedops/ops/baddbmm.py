@@ -1,7 +1,6 @@
 """Batched matrix product plus a scaled addend, ``torch.baddbmm`` for any leading dimensions.
 
-The addend (a bias row, ALiBi slopes ``[H, 1, S]``) is never expanded in memory. Kernels:
-``csrc/cpu/product/baddbmm.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/baddbmm.py``.
+The addend (a bias row, ALiBi slopes ``[H, 1, S]``) is never expanded in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Bias, dropout and residual sum in one pass, as at the end of each sublayer of a transformer.
-
-Kernels: ``csrc/cpu/elementwise/bias_dropout_add.*``, ``kernels/bias_dropout_add.py``.
-"""
+"""Bias, dropout and residual sum in one pass, as at the end of each sublayer of a transformer."""
 
 from __future__ import annotations
 

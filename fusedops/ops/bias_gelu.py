@@ -1,7 +1,4 @@
-"""Bias and GELU in one pass, as between the two linear layers of a transformer's MLP.
-
-Kernels: ``csrc/cpu/elementwise/bias_gelu.*``, ``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``.
-"""
+"""Bias and GELU in one pass, as between the two linear layers of a transformer's MLP."""
 
 from __future__ import annotations
 

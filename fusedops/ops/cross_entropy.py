@@ -1,8 +1,7 @@
 """Cross-entropy of logits and class indices, without the softmax in memory.
 
 The forward reads the logits once and keeps two numbers per row; the backward reads them once and
-writes their gradient once. Kernels: ``csrc/cpu/loss/cross_entropy.*`` and
-``kernels/cross_entropy.py``.
+writes their gradient once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""GELU: each element times the probability that a normal variable is below it.
-
-Kernels: ``csrc/cpu/elementwise/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``.
-"""
+"""GELU: each element times the probability that a normal variable is below it."""
 
 from __future__ import annotations
 

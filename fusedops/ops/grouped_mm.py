@@ -1,7 +1,6 @@
 """Matrix products of groups of rows, each with its own weight: the experts of a MoE layer.
 
-The convention is that of ``torch.nn.functional.grouped_mm``. Kernels: ``kernels/grouped_mm.py``,
-``csrc/cpu/product/grouped_mm.*`` and ``csrc/cpu/gemm/gemm.*``.
+The convention is that of ``torch.nn.functional.grouped_mm``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Layer normalisation: each row to mean 0 and deviation 1, then scale and shift.
-
-Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``, ``kernels/layer_norm.py``.
-"""
+"""Layer normalisation: each row to mean 0 and deviation 1, then scale and shift."""
 
 from __future__ import annotations
 

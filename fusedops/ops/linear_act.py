@@ -1,7 +1,4 @@
-"""A linear layer and its activation in one kernel: the activation costs no pass over memory.
-
-Kernels: ``csrc/cpu/product/linear_act.*``, ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_act.py``.
-"""
+"""A linear layer and its activation in one kernel: the activation costs no pass over memory."""
 
 from __future__ import annotations
 

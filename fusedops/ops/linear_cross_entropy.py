@@ -5,8 +5,7 @@ classes and not of rows, because the gradient of a class's weight is then comple
 summed in float32 inside one matrix product and rounded once; what accumulates over chunks is the
 gradient of ``hidden``, in a float32 buffer of its size. Chunks of rows would accumulate
 ``[num_classes, hidden_size]`` in float32, read and written once a chunk, or (as others did, and
-diverged) in low precision. Kernels: ``csrc/cpu/loss/linear_cross_entropy.*``,
-``kernels/linear_cross_entropy.py``.
+diverged) in low precision.
 
 The registered op also accepts a shard of the classes, where ``all_classes`` is the number of all
 classes: see ``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.

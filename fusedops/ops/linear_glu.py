@@ -1,7 +1,4 @@
-"""A gated linear unit with both products in one kernel: the gate costs no pass over memory.
-
-Kernels: ``csrc/cpu/product/linear_glu.*``, ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_glu.py``.
-"""
+"""A gated linear unit with both products in one kernel: the gate costs no pass over memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The feed-forward block of a transformer: two linear layers with an activation between.
 
 With ``recompute=True`` the backward recomputes the pre-activation: 7 matrix products in total,
-where a checkpoint around the block needs 8. Kernels: those of ``linear_act``, in
-``csrc/cpu/product/mlp.cpp`` and ``kernels/mlp.py``.
+where a checkpoint around the block needs 8.
 """
 
 from __future__ import annotations

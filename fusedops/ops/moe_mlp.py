@@ -1,7 +1,6 @@
 """The experts of a mixture-of-experts layer: two products with a gate between, per expert.
 
-The input is never copied in permuted order: the first product gathers the tokens itself. Kernels:
-``csrc/cpu/moe/moe_mlp.*`` on ``csrc/cpu/gemm/gemm.*``, ``kernels/moe_mlp.py``.
+The input is never copied in permuted order: the first product gathers the tokens itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """moe_pack: packs rows, probabilities and expert ids into one payload of bytes, ordered by a plan.
 
-``_moe_payload.py`` defines the layout and ``fusedops.parallel`` the exchange. Kernels:
-``csrc/cpu/moe/moe_pack.*`` and ``kernels/moe_pack.py``.
+``_moe_payload.py`` defines the layout and ``fusedops.parallel`` the exchange.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""moe_permute: copies each token's row to its experts, sorted by expert.
-
-Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_unpermute`` shares:
-the backward of each is the other.
-"""
+"""moe_permute: copies each token's row to its experts, sorted by expert."""
 
 from __future__ import annotations
 

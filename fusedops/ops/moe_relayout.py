@@ -1,6 +1,6 @@
 """moe_relayout: converts the rows of experts from one layout to another, each by a gather.
 
-docs/moe.md has a picture. Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/moe_relayout.py``.
+docs/moe.md has a picture.
 """
 
 from __future__ import annotations

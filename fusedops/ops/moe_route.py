@@ -1,7 +1,7 @@
 """moe_route: chooses the experts and weights of each token, as a RoutingPlan.
 
-Kernels: ``csrc/cpu/moe/moe_route.*`` and ``kernels/moe_route.py``; the specification is in
-``_route_math.py``. By ``_routing_reuse.py`` a recomputation has the experts of the first pass.
+The specification is in ``_route_math.py``. By ``_routing_reuse.py`` a recomputation has the experts
+of the first pass.
 """
 
 from __future__ import annotations

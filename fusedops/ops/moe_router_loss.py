@@ -4,8 +4,7 @@
 
 with p the scores of a token (they sum to 1), lse the log-sum-exp of its logits, m the mask. All
 forms of the balance loss differ only in the weights ``w``, which are computed from the counts of
-the choices and are constants. Kernels: ``csrc/cpu/moe/moe_router_loss.*`` and
-``kernels/moe_router_loss.py``.
+the choices and are constants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """moe_sort: a stable counting sort of the experts' choices, on every backend without a host sync.
 
 A stable sort has a unique result, which does not depend on backend, thread count or chunk size.
-Kernels: ``csrc/cpu/moe/moe_sort.cpp`` and ``kernels/moe_sort.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""moe_unpermute: returns the experts' rows to their tokens, weighted and summed.
-
-Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_permute`` shares.
-"""
+"""moe_unpermute: returns the experts' rows to their tokens, weighted and summed."""
 
 from __future__ import annotations
 

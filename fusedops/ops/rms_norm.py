@@ -1,7 +1,4 @@
-"""Root-mean-square normalisation: each row to mean square 1, then scale.
-
-Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``, ``kernels/rms_norm.py``.
-"""
+"""Root-mean-square normalisation: each row to mean square 1, then scale."""
 
 from __future__ import annotations
 

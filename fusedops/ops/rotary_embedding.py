@@ -1,8 +1,7 @@
 """Rotary position embedding: rotates pairs of elements of each head by an angle of the position.
 
 The backward is the transposed map, which for a table of cosines and sines is the rotation by the
-negative angle, and uses the same kernels: ``csrc/cpu/attention/rotary_embedding.*``,
-``csrc/cuda/rotary_embedding.*``, ``kernels/rotary_embedding.py``.
+negative angle, and uses the same kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Scale, mask and softmax in one pass, from attention scores to probabilities.
-
-Kernels: ``csrc/cpu/attention/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``.
-"""
+"""Scale, mask and softmax in one pass, from attention scores to probabilities."""
 
 from __future__ import annotations
 
