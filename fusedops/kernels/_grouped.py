@@ -17,18 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
+from fusedops.kernels import _launch, _products
 from fusedops.kernels._device import act_value, split
-from fusedops.kernels._products import (
-    GROUP_M,
-    bias_tile,
-    blocks_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import GROUP_M, bias_tile, load_weights, sum_of_pointers, tile_of
 
 _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
 
@@ -296,13 +287,15 @@ def product(
     kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
     if output.numel() == 0:
         return output, kept
-    gathers, mma_sync = rows is not None, uses_mma_sync(input.device)
+    gathers, mma_sync = rows is not None, _products.uses_mma_sync(input.device)
     rows_per_group = num_rows // max(1, num_groups)
     blocks, options = _product_blocks(
         input.dtype, rows_per_group, mma_sync=mma_sync, gathers=gathers
     )
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
-    tma_mode, (x, w) = tma_operands(blocks, blocks["BLOCK_N"], input, weight.mT, gathers=gathers)
+    tma_mode, (x, w) = _products.tma_operands(
+        blocks, blocks["BLOCK_N"], input, weight.mT, gathers=gathers
+    )
     operands = (x, offsets if rows is None else rows, weight if tma_mode == "none" else w)
     scales = offsets if scale is None else scale
     tensors = (*operands, _launch.dense(bias, input), scales, offsets.contiguous())
@@ -323,7 +316,7 @@ def _product_blocks(
     dtype: torch.dtype, num_rows: int, *, mma_sync: bool, gathers: bool
 ) -> _launch.Tiling:
     """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
 
 
@@ -332,7 +325,7 @@ def _gradient_blocks(dtype: torch.dtype, *, gathers: bool, mma_sync: bool) -> _l
 
     With a list float32 in one part spills under Triton 3.6.
     """
-    blocks, options = blocks_of(dtype, 4096, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, 4096, mma_sync=mma_sync)
     if gathers and dtype == torch.float32:
         blocks = blocks | {"EPILOGUE_PARTS": 4}
     return blocks, options | ({"num_stages": 5} if gathers else {})
@@ -364,7 +357,7 @@ def weight_gradient(
     num_groups, in_size, out_size = out.shape
     lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
-    mma_sync = uses_mma_sync(x.device)
+    mma_sync = _products.uses_mma_sync(x.device)
     blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), mma_sync=mma_sync)
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
     ends = offsets.contiguous()

@@ -29,29 +29,16 @@ _OF_RESIDUAL = ("residual", "seed", "dropout_p", "input_dtype")
 _OF_LAYER_NORM = ("bias",)
 _OF_RMS_NORM = ("weight_offset", "rounding")
 # What an argument is for a norm that lacks it.
-ABSENT = {
-    "residual": None,
-    "bias": None,
-    "seed": None,
-    "weight_offset": 0.0,
-    "rounding": "torch",
-    "dropout_p": 0.0,
-    "grad_summed": None,
-    "mean": None,
-}
+ABSENT: dict[str, Any] = {"weight_offset": 0.0, "rounding": "torch", "dropout_p": 0.0}
+ABSENT |= dict.fromkeys(("residual", "bias", "seed", "grad_summed", "mean"))
 
 
 @dataclass(frozen=True)
 class NormArguments:
-    """The arguments and results of one of the four norms.
+    """The arguments and results of one of the four norms."""
 
-    Attributes:
-        centred: layer norm, which subtracts the mean and has a bias; else RMS norm.
-        residual: whether the rows are ``residual + dropout(input)``, a second output.
-    """
-
-    centred: bool
-    residual: bool
+    centred: bool  # layer norm, which subtracts the mean and has a bias; else RMS norm
+    residual: bool  # whether the rows are ``residual + dropout(input)``, a second output
 
     @property
     def arguments(self) -> list[str]:

@@ -96,21 +96,13 @@ def bias_tile(bias_ptr, col, num_cols, BLOCK_M: tl.constexpr, HAS_BIAS: tl.const
 
 
 def tma_operands(
-    blocks: dict[str, int],
-    columns: int,
-    x: torch.Tensor,
-    *weights: torch.Tensor,
-    gathers: bool = False,
+    blocks: dict[str, int], columns: int, x: torch.Tensor, *weights: Any, gathers: bool = False
 ) -> tuple[str, tuple[Any, ...]]:
     """Return ``TMA_MODE`` and the operands, as descriptors where that is possible.
 
-    Args:
-        blocks: tile sizes. For few rows the host's work for a descriptor, microseconds, is worth
-            more than what it saves.
-        columns: how many columns of each weight a tile reads.
-        x: ``[rows, K]``.
-        weights: ``[..., N, K]``.
-        gathers: whether a list gathers the rows of ``x``, which then stays a tensor.
+    ``x`` is ``[rows, K]``, a tensor still if a list ``gathers`` its rows; of the weights
+    ``[..., N, K]`` a tile reads ``columns`` each. For few rows the host's work for a descriptor,
+    microseconds, is worth more than what it saves.
     """
     left = () if gathers else (x,)
     plain = describable(*left, *weights)

@@ -212,18 +212,9 @@ class StepLaunch:
         """Take the addresses of the gradients of all tensors of the call."""
         self.table.set_column(1, addresses[self.members])
 
-    def run(
-        self,
-        grad_factor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        lr: float | torch.Tensor,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        maximize: bool,
-        bias_correction: bool,
-    ) -> None:
-        """Launch the step."""
+    def run(self, *args: Any) -> None:
+        """Launch the step with the numbers of ``fusedops::adamw`` and one learning rate."""
+        grad_factor, found_inf, lr, beta1, beta2, eps, maximize, bias_correction = args
         device, num_tensors = self.table.device, len(self.table.sizes)
         with _launch.guard(device):
             table, blocks = self.table.on_device()
@@ -287,14 +278,10 @@ def forward(*args: Any) -> None:
 
 
 def _scalars(
-    counts: torch.Tensor,
-    weight_decays: torch.Tensor,
-    lr: float | torch.Tensor,
-    beta1: float,
-    beta2: float,
-    bias_correction: bool,
+    counts: torch.Tensor, weight_decays: torch.Tensor, lr: float | torch.Tensor, *numbers: Any
 ) -> torch.Tensor:
     """Return float32 ``[tensors, 3]``: step size, inverse root of the bias correction, decay."""
+    beta1, beta2, bias_correction = numbers
     scalars = torch.empty(len(counts), 3, dtype=torch.float32, device=counts.device)
     step_size, root, decay = scalars.unbind(1)
     if isinstance(lr, torch.Tensor):

@@ -17,18 +17,9 @@ import triton
 import triton.language as tl
 
 from fusedops._core.layouts import as_matrix
-from fusedops.kernels import _launch
+from fusedops.kernels import _launch, _products
 from fusedops.kernels._device import act_both, act_value, split, with_slope
-from fusedops.kernels._products import (
-    bias_tile,
-    blocks_of,
-    group_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import bias_tile, load_weights, sum_of_pointers, tile_of
 
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
 
@@ -159,14 +150,15 @@ def linear(
     x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = weight.shape[0]
-    blocks, options = blocks_of(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
+    mma_sync = _products.uses_mma_sync(x.device)
+    blocks, options = _products.blocks_of(x.dtype, num_rows, mma_sync=mma_sync)
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
-    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"], x, weight)
+    tma_mode, operands = _products.tma_operands(blocks, blocks["BLOCK_N"], x, weight)
     tensors = (*operands, _launch.dense(bias, x), kept if keeps else output, output)
     sizes = (num_rows, num_cols, depth, *x.stride(), *weight.stride())
     flags = {"HAS_BIAS": bias is not None, "KEEPS": keeps, "ACTIVATION": activation}
     flags |= {"PRECISION": _launch.precision(input.dtype), "TMA_MODE": tma_mode}
-    flags |= {"GROUP_M": group_of(num_rows, blocks)}
+    flags |= {"GROUP_M": _products.group_of(num_rows, blocks)}
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](*tensors, *sizes, **flags, **blocks, **options)
     return output, kept

@@ -17,16 +17,9 @@ import triton
 import triton.language as tl
 
 from fusedops._core.layouts import as_matrix
-from fusedops.kernels import _glu, _launch
+from fusedops.kernels import _glu, _launch, _products
 from fusedops.kernels._device import act_value, split
-from fusedops.kernels._products import (
-    blocks_of,
-    group_of,
-    load_weights,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import load_weights, tile_of
 from fusedops.kernels.linear_act import weight_gradient
 
 
@@ -117,14 +110,16 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = gate_weight.shape[0]
-    blocks, options = _blocks(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
+    blocks, options = _blocks(x.dtype, num_rows, mma_sync=_products.uses_mma_sync(x.device))
     col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
-    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
+    columns = blocks["BLOCK_N"] // 2
+    tma_mode, operands = _products.tma_operands(blocks, columns, x, gate_weight, up_weight)
     targets = (gate, up, output) if keep_preactivations else (output, output, output)
     sizes = (num_rows, num_cols, depth, *x.stride(), *gate_weight.stride())
     flags = {"KEEPS": keep_preactivations, "ACTIVATION": activation, "TMA_MODE": tma_mode}
-    flags |= {"PRECISION": _launch.precision(input.dtype), "GROUP_M": group_of(num_rows, blocks)}
+    flags |= {"PRECISION": _launch.precision(input.dtype)}
+    flags |= {"GROUP_M": _products.group_of(num_rows, blocks)}
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](*operands, *targets, *sizes, **flags, **blocks, **options)
     return output, gate, up
@@ -156,7 +151,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, *, mma_sync: bool) -> _launch.Til
     That is float32 in steps of 32, and with ``mma_sync`` two sums of 128 x 128, and float32 with
     three stages (Triton 3.8).
     """
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if dtype == torch.float32:
         return blocks | {"BLOCK_K": 16}, options | ({"num_stages": 2} if mma_sync else {})
     if mma_sync and num_rows > 64:

@@ -19,20 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _grouped, _launch, _moe_rows
+from fusedops.kernels import _grouped, _launch, _moe_rows, _products
 from fusedops.kernels._arguments import MoeMLP, of_backward
 from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
 from fusedops.kernels._grouped import find_group
-from fusedops.kernels._products import (
-    GROUP_M,
-    bias_tile,
-    blocks_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import GROUP_M, bias_tile, load_weights, sum_of_pointers, tile_of
 from fusedops.kernels.grouped_mm import supports as _supports_groups
 
 _PASS_BLOCK = {"BLOCK": 512}
@@ -315,11 +306,11 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
         rows_per_group = num_rows // num_groups
-        mma_sync = uses_mma_sync(input.device)
+        mma_sync = _products.uses_mma_sync(input.device)
         blocks, options = _blocks(input.dtype, rows_per_group, gate, mma_sync=mma_sync)
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
-        tma_mode, (_, weight) = tma_operands(blocks, columns, input, w1.mT, gathers=True)
+        tma_mode, (_, weight) = _products.tma_operands(blocks, columns, input, w1.mT, gathers=True)
         operands = (input, tokens, scale, w1 if tma_mode == "none" else weight)
         tensors = (*operands, _launch.dense(b1, input), offsets.contiguous())
         targets = (kept if call.keep_preactivation else hidden, hidden)
@@ -405,7 +396,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, mma_sync: bool) -> 
     With three stages of 128 x 128 two blocks fit a multiprocessor. With ``mma_sync`` float32 with
     three stages spills under Triton 3.6 in one part, and under 3.9 in four.
     """
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if blocks["EPILOGUE_PARTS"] > 1 and gate != "none":
         blocks = blocks | {"EPILOGUE_PARTS": 4}  # of half the columns
     if gate == "pairs" and dtype != torch.float32:

@@ -284,12 +284,8 @@ def option_placements(word: Placement, alibi_slopes: Any) -> list[Placement]:
 
 def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: int) -> None:
     if key_heads == 0 or query_heads % key_heads:
-        checks.fail(
-            op,
-            names[0],
-            f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides",
-            query_heads,
-        )
+        expected = f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides"
+        checks.fail(op, names[0], expected, query_heads)
 
 
 def check_tokens(op: str, name: str, value: torch.Tensor, owner: str, key: torch.Tensor) -> None:

@@ -41,12 +41,8 @@ def check(
     """Raise unless rows of ``input`` can be normalised; ``owner`` is what messages call it."""
     shape = checks.sizes(op, "normalized_shape", normalized_shape)
     if not _ends_in(input.shape, shape):
-        checks.fail(
-            op,
-            "normalized_shape",
-            f"the last sizes of {owner} (shape {list(input.shape)}), at least one",
-            list(shape),
-        )
+        expected = f"the last sizes of {owner} (shape {list(input.shape)}), at least one"
+        checks.fail(op, "normalized_shape", expected, list(shape))
     dtype, device = input.dtype, input.device
     if weight is not None and not (checks.alike(weight, dtype, device) and weight.shape == shape):
         checks.parameter(op, "weight", weight, owner, input)

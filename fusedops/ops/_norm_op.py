@@ -16,24 +16,10 @@ import torch
 from fusedops._core import checks, dtypes, philox, sharding
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Sharding
-from fusedops.kernels._norm_arguments import (
-    ABSENT,
-    ARGUMENTS,
-    NormArguments,
-    computed_gradients,
-    scaled_dtype,
-)
+from fusedops.kernels import _norm_arguments
+from fusedops.kernels._norm_arguments import ABSENT, ARGUMENTS, NormArguments
 from fusedops.ops import _norm_math, _residual
-from fusedops.ops._norm_math import (
-    Normalized,
-    norm_gradients,
-    normalize,
-    normalize_rms,
-    offset,
-    row_placements,
-    rows,
-    scale,
-)
+from fusedops.ops._norm_math import offset, row_placements, rows
 
 
 @dataclass(frozen=True)
@@ -43,12 +29,7 @@ class NormOp(NormArguments):
     name: str = ""
 
     def define(self, *, checked: bool = True) -> Callable[..., Any]:
-        """Register the op and return what calls it.
-
-        Args:
-            checked: whether a refused call gets the message of ``check``; otherwise the public
-                function has checked the arguments.
-        """
+        """Register the op and return what calls it, with the errors of ``check`` if ``checked``."""
         arguments = ", ".join(f"{ARGUMENTS[name]} {name}" for name in self.arguments)
         returns = ", ".join(f"Tensor {name}" for name in (*self.outputs, *self.statistics))
         return define_op(
@@ -63,7 +44,7 @@ class NormOp(NormArguments):
                 saves=self.saves,
                 reference=self._backward_reference,
                 fake=self._backward_fake,
-                computed=computed_gradients if self.residual else None,
+                computed=_norm_arguments.computed_gradients if self.residual else None,
                 aliases={"input": "residual"} if self.residual else {},
             ),
             # With a residual the public function casts what autocast would.
@@ -114,7 +95,7 @@ class NormOp(NormArguments):
         if self.residual:
             summed = _residual.add(call.input, call.residual, call.seed, call.dropout_p)
         normalized = self._normalize(summed, call)
-        normed = scale(normalized.values, call, summed.dtype)
+        normed = _norm_math.scale(normalized.values, call, summed.dtype)
         leading = rows(summed, call.normalized_shape)
         statistics = (getattr(normalized, name).reshape(leading) for name in self.statistics)
         outputs = (normed.contiguous(), summed)
@@ -123,15 +104,15 @@ class NormOp(NormArguments):
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         call = self.read(args)
         summed = call.residual if self.residual else call.input
-        dtype = scaled_dtype(summed.dtype, call.weight, call.rounding)
+        dtype = _norm_arguments.scaled_dtype(summed.dtype, call.weight, call.rounding)
         outputs = (summed.new_empty(summed.shape, dtype=dtype), summed.new_empty(summed.shape))
         leading = rows(summed, call.normalized_shape)
         statistic = dtypes.statistics_dtype(summed.dtype)
         statistics = (summed.new_empty(leading, dtype=statistic) for _ in self.statistics)
         return (*outputs[: len(self.outputs)], *statistics)
 
-    def _normalize(self, summed: torch.Tensor, call: SimpleNamespace) -> Normalized:
-        function = normalize if self.centred else normalize_rms
+    def _normalize(self, summed: torch.Tensor, call: SimpleNamespace) -> _norm_math.Normalized:
+        function = _norm_math.normalize if self.centred else _norm_math.normalize_rms
         return function(summed, call.normalized_shape, call.eps)
 
     def _backward_reference(self, *args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -142,13 +123,11 @@ class NormOp(NormArguments):
         parameters: list[torch.Tensor | None] = [None] * len(needs[2:])
         if call.grad_normed is not None:
             normalized = self._normalize(summed, call)
-            of_rows, *parameters = norm_gradients(
-                call.grad_normed,
-                normalized,
-                offset(weight, call.weight_offset, normalized.values.dtype),
-                call.normalized_shape,
-                summed.dtype if weight is None else weight.dtype,
-                (needs[0] or needs[1], *needs[2:]),
+            factor = offset(weight, call.weight_offset, normalized.values.dtype)
+            kind = summed.dtype if weight is None else weight.dtype
+            requested = (needs[0] or needs[1], *needs[2:])
+            of_rows, *parameters = _norm_math.norm_gradients(
+                call.grad_normed, normalized, factor, call.normalized_shape, kind, requested
             )
             total = total if of_rows is None else of_rows
         if call.grad_summed is not None:
@@ -181,13 +160,11 @@ class NormOp(NormArguments):
     def _shard(self, input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
         tensors = [name for name in self.arguments if "Tensor" in ARGUMENTS[name]]
         results = len(self.outputs) + len(self.statistics)
-        return [
-            (
-                [dim] * results,
-                [dim if name in ("input", "residual") else REPLICATE for name in tensors],
-            )
-            for dim in row_placements(input, normalized_shape, seed)
-        ]
+        shardings: list[Sharding] = []
+        for dim in row_placements(input, normalized_shape, seed):
+            inputs = [dim if name in ("input", "residual") else REPLICATE for name in tensors]
+            shardings.append(([dim] * results, inputs))
+        return shardings
 
     def _shard_backward(
         self, summed: Any, normalized_shape: Sequence[int], seed: Any
