@@ -294,30 +294,24 @@ class Pieces:
 
 
 def logits_gradient(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    statistics: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    first_class: int,
-    num_classes: int,
-    all_classes: int,
-    options: LossOptions,
+    grad_loss: torch.Tensor, logits: torch.Tensor, *others: Any, options: LossOptions
 ) -> None:
-    """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
+    """Write the gradient of a piece of logits ``[rows, classes of the piece]``.
 
-    ``grad_loss`` is one number or ``[rows]``; all are dense; ``out`` may be ``logits``.
+    ``grad_loss`` is one number or ``[rows]``; ``others`` are target, statistics and where the
+    gradient is written, which may be ``logits``, all dense; then how many classes there are, how
+    many all ranks have, and the first one of the piece.
     """
     rows, num_cols = logits.shape
     if rows == 0:
         return
     block = _block(num_cols)
+    target, statistics, out, *classes = others
     tensors = (logits, target, statistics, grad_loss, out)
     stride = 1 if grad_loss.dim() == 1 else 0
-    sizes = (stride, num_cols, num_classes, all_classes, first_class)
     launch = {"CAPPED": options.softcap > 0.0, "BLOCK": block} | _options(num_cols)
-    _backward_kernel[(rows, triton.cdiv(num_cols, block))](*tensors, *sizes, *options, **launch)
+    grid = (rows, triton.cdiv(num_cols, block))
+    _backward_kernel[grid](*tensors, stride, num_cols, *classes, *options, **launch)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -338,12 +332,11 @@ def backward(*args: Any) -> torch.Tensor | None:
         return None
     x = dense_matrix(call.logits)
     grad, classes = torch.empty_like(x), x.shape[1]
-    sizes: dict[str, Any] = {"first_class": 0, "num_classes": classes, "all_classes": classes}
     with _launch.device_of(x):
         incoming = row_gradients(grad_loss, call.reduction)
         incoming = incoming / count if call.reduction == "mean" else incoming
         tensors = (incoming, x, call.target.reshape(-1), statistics.contiguous(), grad)
-        logits_gradient(*tensors, **sizes, options=call.options)
+        logits_gradient(*tensors, classes, classes, 0, options=call.options)
     return grad.view(call.logits.shape)
 
 

@@ -47,8 +47,8 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 logits = _logits(x, weight, call.bias, chunk)
             grad = logits if x.dtype == torch.float32 else torch.empty_like(logits, dtype=x.dtype)
             tensors = (grad_rows, logits, call.target.reshape(-1), statistics.contiguous(), grad)
-            sizes: dict[str, Any] = {"num_classes": num_classes, "all_classes": call.num_classes}
-            logits_gradient(*tensors, first_class=chunk.start, **sizes, options=call.options)
+            classes = (num_classes, call.num_classes, chunk.start)
+            logits_gradient(*tensors, *classes, options=call.options)
             if output_mask[0]:
                 grad_hidden = _product(grad, weight[chunk], add=grad_hidden)
             if output_mask[1]:

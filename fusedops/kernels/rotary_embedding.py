@@ -181,15 +181,8 @@ def supports(*args: Any) -> str | None:
 supports_backward = supports
 
 
-def _launch_on(
-    query: torch.Tensor | None,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    *,
-    inverse: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _launch_on(*args: Any, inverse: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    query, key, cos, sin, interleaved = args
     inputs = [None if x is None else _with_dense_rows(x) for x in (query, key)]
     outputs = [None if x is None else torch.empty_like(x) for x in inputs]
     nonempty = [x for x in inputs if x is not None and x.numel() > 0]

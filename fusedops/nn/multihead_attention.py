@@ -82,7 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not first:
             tensors = [tensor.transpose(0, 1) for tensor in tensors]
         q, k, v = (self._heads(tensor) for tensor in self._project(tensors, same, shared))
-        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
+        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q)
         dropout_p = self.dropout if self.training else 0.0
         output = attention(q, k, v, mask, dropout_p, is_causal).transpose(1, 2).flatten(2)
         output = linear_act(output, self.out_proj.weight, self.out_proj.bias, activation="identity")
@@ -140,10 +140,7 @@ def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **
 
 
 def merged_mask(
-    attn_mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
 ) -> torch.Tensor | None:
     """Return torch's two masks as one of ``fusedops.attention``.
 
@@ -151,7 +148,6 @@ def merged_mask(
         attn_mask: ``[L, S]`` or ``[N * heads, L, S]``; boolean ``True`` forbids, floats are added.
         key_padding_mask: ``[N, S]``, likewise.
         query: ``[N, heads, L, D]``.
-        key: ``[N, heads, S, D]``.
 
     Returns:
         Boolean where both are (``True`` may be attended), else additive; ``None`` for none.

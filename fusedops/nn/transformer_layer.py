@@ -66,13 +66,9 @@ def _activation_name(activation: Any) -> str | None:
 
 
 def _attend(
-    attention: nn.MultiheadAttention,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    is_causal: bool,
+    attention: nn.MultiheadAttention, queries: torch.Tensor, keys: torch.Tensor, *masks: Any
 ) -> torch.Tensor:
+    mask, key_padding_mask, is_causal = masks
     options = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
     output, _ = attention(queries, keys, keys, key_padding_mask, **options)
     return output

@@ -93,10 +93,8 @@ def wrong_tensors(
 ) -> list[BadInput]:
     """Return calls with one argument that is no tensor, or has another dtype or device.
 
-    Args:
-        bad: what ``bad_changes`` returned.
-        may_be_wide: names of the arguments that may be float64 where others are float32.
-        tensors: right float32 or integer arguments. The others must match the first one.
+    ``tensors`` are right float32 or integer arguments, which must match the first one, but for
+    those that ``may_be_wide``: float64 where others are float32.
     """
     calls = []
     for number, (name, tensor) in enumerate(tensors.items()):
