@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 
-class Attention(NamedTuple):
+class AttentionArguments(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor

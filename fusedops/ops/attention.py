@@ -15,7 +15,7 @@ from fusedops._core import checks, dtypes, philox
 from fusedops._core.layouts import heads_inside
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
-from fusedops.kernels._arguments import Attention, of_backward
+from fusedops.kernels._arguments import AttentionArguments, of_backward
 from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -288,7 +288,7 @@ def _mask(mask: Any, query: torch.Tensor, sizes: Sequence[int], batch: int) -> t
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _dense(call: Attention) -> tuple[Any, ...]:
+def _dense(call: AttentionArguments) -> tuple[Any, ...]:
     """Return the arguments of ``formulas.forward``."""
     shape = (*call.query.shape[:3], call.key.shape[2])
     keep = formulas.keep_factors(shape, call.seed, call.dropout_p, call.query)
@@ -297,7 +297,7 @@ def _dense(call: Attention) -> tuple[Any, ...]:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = Attention(*args)
+    call = AttentionArguments(*args)
     wide, lse, parts = formulas.forward(*_dense(call))
     output, remainder = formulas.rounded(wide, call.query.dtype, call.keep_remainder)
     if remainder.dim() == 4:
@@ -308,7 +308,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = Attention(*args)
+    call = AttentionArguments(*args)
     query = call.query
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, call.value.shape[3])
@@ -325,7 +325,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
-    grads, call, _, output_mask = of_backward(Attention, args, incoming=2)
+    grads, call, _, output_mask = of_backward(AttentionArguments, args, incoming=2)
     return formulas.backward(*grads, *_dense(call), output_mask)
 
 
@@ -393,7 +393,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("query", "key", "value", "attn_mask", "sinks"),
         outputs=("output", "lse"),
-        saves=(*Attention._fields[:7], "output", "lse", "remainder", "lse_parts"),
+        saves=(*AttentionArguments._fields[:7], "output", "lse", "remainder", "lse_parts"),
         reference=_backward,
         layouts=dict.fromkeys(("query", "key", "value"), formulas.empty_heads_inside),
     ),

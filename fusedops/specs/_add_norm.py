@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.make import TensorFactory, common_offset
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, wrong_tensors
 
 LIMITS = (
@@ -36,7 +36,7 @@ def eager(norm: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor
     return add_and_normalize
 
 
-def arguments(new: Maker, *shape: int, dims: int = 1, takes_bias: bool) -> tuple[Any, ...]:
+def arguments(new: TensorFactory, *shape: int, dims: int = 1, takes_bias: bool) -> tuple[Any, ...]:
     """Return input, residual, normalized shape (the last ``dims``), weight, and bias if any."""
     normalized = shape[-dims:]
     data = (new(*shape), new(*shape, key="residual"), normalized)
@@ -44,7 +44,7 @@ def arguments(new: Maker, *shape: int, dims: int = 1, takes_bias: bool) -> tuple
     return (*data, *parameters[: 1 + takes_bias])
 
 
-def samples(new: Maker, *, takes_bias: bool) -> list[Sample]:
+def samples(new: TensorFactory, *, takes_bias: bool) -> list[Sample]:
     call = functools.partial(arguments, new, takes_bias=takes_bias)
     mixed = (call(6, 40)[0], *arguments(new.wide, 6, 40, takes_bias=takes_bias)[1:])
     shifted, *others = call(7, 33)
@@ -92,7 +92,7 @@ def case_function(*, takes_bias: bool) -> Callable[..., BenchCase]:
     """Return what makes a benchmark row; an op without a bias gets an ``eps`` in its place."""
 
     def case(rows: int, columns: int, p: float = 0.0) -> BenchCase:
-        def make(new: Maker) -> Sample:
+        def make(new: TensorFactory) -> Sample:
             args = arguments(new, rows, columns, takes_bias=takes_bias)
             eps = () if takes_bias else (1e-6,)
             return Sample("bench", (*args, *eps), {"dropout_p": p}, random=p > 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BenchCase, Sample
 
 
-def samples(new: Maker) -> list[Sample]:
+def samples(new: TensorFactory) -> list[Sample]:
     def chunks(*shape: int) -> tuple[Any, ...]:
         halves = new(*shape[:-1], 2 * shape[-1]).detach().chunk(2, -1)
         return tuple(half.requires_grad_() for half in halves)
@@ -29,7 +29,7 @@ def samples(new: Maker) -> list[Sample]:
 def case(rows: int, columns: int, *others: Any, chunks: bool = False) -> BenchCase:
     """Return a size; ``others`` follow gate and up in the call."""
 
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         if chunks:
             gate_up = new(rows, 2 * columns, grad=False)
             pair = [half.requires_grad_() for half in gate_up.chunk(2, -1)]

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import Sample, describe
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     *data, weight, bias = _add_norm.arguments(new, 4, 33, takes_bias=True)
     return [
         *_add_norm.samples(new, takes_bias=True),

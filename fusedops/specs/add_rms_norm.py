@@ -8,12 +8,12 @@ import torch
 
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.rms_norm import eager_rms_norm
 from fusedops.specs.spec import BadInput, Sample, bad_changes, describe
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     call = functools.partial(_add_norm.arguments, new, takes_bias=False)
     wide_weight = _add_norm.arguments(new.wide, 6, 40, takes_bias=False)[3]
     hf = {"rounding": "hf", "eps": 1e-6}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -61,7 +61,7 @@ def _eager(
     return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     plain, device = new.wide, new.device
 
     def qkv(
@@ -197,7 +197,7 @@ def _case(
 ) -> BenchCase:
     shared = heads if key_heads is None else key_heads
 
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         def heads_of(count: int, key: str) -> torch.Tensor:
             made = new(batch, rows, count, size, key=key)
             return made.detach().transpose(1, 2).requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -60,7 +60,7 @@ def _with_empty_end(
     return _eager(query, key_cache, value_cache, cache_seqlens, **options)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     device, wide = new.device, new.wide
     slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide.dtype)
     sinks = wide(2, grad=False, key="sinks")
@@ -126,7 +126,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> BenchCase:
-    def make(new: Maker) -> tuple[torch.Tensor, ...]:
+    def make(new: TensorFactory) -> tuple[torch.Tensor, ...]:
         cache = [new(batch, key_heads, filled, size, grad=False, key=name) for name in "kv"]
         step = max(1, filled // (4 * batch))
         lengths = torch.tensor([filled - n * step for n in range(batch)], device=new.device)

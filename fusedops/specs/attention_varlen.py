@@ -9,7 +9,7 @@ import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -51,7 +51,7 @@ def _ends(device: torch.device, *lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     plain, device = new.wide, new.device
     slopes = torch.tensor([0.5, 0.0625], device=device, dtype=plain.dtype)
 
@@ -130,7 +130,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(lengths: tuple[int, ...], heads: int, size: int) -> BenchCase:
     total = sum(lengths)
 
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         tensors = (new(total, heads, size, key=name) for name in "qkv")
         ends, longest = _ends(new.device, *lengths), max(lengths)
         return Sample("bench", (*tensors, ends, ends, longest, longest), {"is_causal": True})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusedops.ops.baddbmm import baddbmm
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -32,7 +32,7 @@ def _eager(
 
 
 def _call(
-    new: Maker,
+    new: TensorFactory,
     name: str,
     addend: tuple[int, ...],
     first: tuple[int, ...],
@@ -44,7 +44,7 @@ def _call(
     return Sample(name, args, factors)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     call = functools.partial(_call, new)
     keys = new(2, 3, 7, 6, scale=0.4, key="keys").detach().mT.requires_grad_()
     return [

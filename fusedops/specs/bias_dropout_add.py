@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -21,7 +21,7 @@ def _eager(
     return residual + F.dropout(input if bias is None else input + bias, p, training)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     stream = new.wide
 
     def call(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, columns: int, p: float, *, bias: bool = False) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         added = new(columns, key="bias") if bias else None
         data = (new(rows, columns), added, new(rows, columns, key="residual"), p)
         return Sample("bench", data, random=p > 0)

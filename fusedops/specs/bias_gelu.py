@@ -9,7 +9,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -17,7 +17,7 @@ def _eager(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -
     return ACTIVATIONS[GELU_VARIANTS[approximate]](input + bias)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     samples = [
         Sample(f"{name}_{approximate}", (new(*shape), new(shape[-1], key="bias"), approximate))
         for approximate in GELU_VARIANTS
@@ -55,7 +55,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, columns: int, approximate: str) -> BenchCase:
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         return new(rows, columns), new(columns, key="bias"), approximate
 
     size = rows * columns

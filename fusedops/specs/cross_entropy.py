@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
-from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -46,7 +46,7 @@ def ignoring(
     return eager(logits, target, ignore_index=ignore_index, **options)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -116,7 +116,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, classes: int, **options: Any) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         return Sample("bench", (new(rows, classes), new.integers(rows, high=classes)), options)
 
     extra = "".join(f" {name}={value}" for name, value in options.items())

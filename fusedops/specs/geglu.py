@@ -9,7 +9,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, depth
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -26,7 +26,7 @@ def _with_tails(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none")
     return gate * torch.sigmoid(slope * cubic) * up
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     variants = [
         Sample(
             f"{name}_{approximate}",

@@ -9,7 +9,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -17,7 +17,7 @@ def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return ACTIVATIONS[GELU_VARIANTS[approximate]](input)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     samples = [
         Sample(f"{name}_{approximate}", (new(*shape, scale=scale),), {"approximate": approximate})
         for approximate in GELU_VARIANTS

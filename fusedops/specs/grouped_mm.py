@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.grouped_mm import grouped_mm
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -32,7 +32,9 @@ def _eager(
     return torch.cat(parts)
 
 
-def _weight(new: Maker, groups: int, matrix: tuple[int, int], transposed: bool) -> torch.Tensor:
+def _weight(
+    new: TensorFactory, groups: int, matrix: tuple[int, int], transposed: bool
+) -> torch.Tensor:
     depth, columns = matrix
     scale = max(depth, 1) ** -0.5
     if transposed:
@@ -44,7 +46,7 @@ def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
 
     def call(
         name: str,
@@ -110,7 +112,7 @@ def _case(rows: int, groups: int, depth: int, columns: int, transposed: bool = T
     weights = [1 + 2 * group / max(1, groups - 1) for group in range(groups)]
     ends = [round(weight * rows / sum(weights)) for weight in accumulate(weights)]
 
-    def make(new: Maker) -> tuple[torch.Tensor, ...]:
+    def make(new: TensorFactory) -> tuple[torch.Tensor, ...]:
         offsets = torch.tensor(ends, dtype=torch.int32, device=new.device)
         return new(rows, depth), _weight(new, groups, (depth, columns), transposed), offsets
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.make import TensorFactory, common_offset
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     weight, bias = new(33, key="weight", shift=1.0), new(33, key="bias")
 
     def call(*shape: int, dims: int = 1) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, columns: int) -> BenchCase:
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         parameters = (new(columns, shift=1.0, key="w"), new(columns, key="b"))
         return (new(rows, columns), (columns,), *parameters)
 

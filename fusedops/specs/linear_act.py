@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_act import linear_act
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -25,7 +25,7 @@ def _eager(
 
 
 def _call(
-    new: Maker,
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     in_features: int,
@@ -38,7 +38,7 @@ def _call(
     return Sample(name, args, {"activation": activation})
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     call = functools.partial(_call, new)
     activations = [call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS]
     plain = new(17, 12, scale=0.25, key="w")
@@ -78,7 +78,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(
     rows: int, in_features: int, out_features: int, activation: str = "fast_gelu"
 ) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         return _call(new, "bench", (rows,), in_features, out_features, activation)
 
     product = rows * in_features * out_features

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import cross_entropy
-from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.make import TensorFactory, common_offset
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -39,7 +39,7 @@ def _ignoring(
     return _eager(hidden, *args, loss=cross_entropy.ignoring, **options)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -118,7 +118,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, hidden_size: int, classes: int, **options: Any) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         weight = new(classes, hidden_size, scale=hidden_size**-0.5, key="w")
         target = new.integers(rows, high=classes)
         return Sample("bench", (new(rows, hidden_size), weight, target), options)

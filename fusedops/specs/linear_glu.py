@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_glu import linear_glu
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -24,7 +24,7 @@ def _eager(
 
 
 def _call(
-    new: Maker,
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     in_features: int,
@@ -36,7 +36,7 @@ def _call(
     return Sample(name, (new(*rows, in_features), *weights), {"activation": activation})
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     call = functools.partial(_call, new)
     plain = new(17, 12, scale=0.25, key="gate")
     transposed = new(12, 17, scale=0.25, key="up").detach().t().requires_grad_()
@@ -74,7 +74,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, in_features: int, out_features: int, activation: str = "silu") -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         return _call(new, "bench", (rows,), in_features, out_features, activation)
 
     product = rows * in_features * out_features

@@ -28,7 +28,7 @@ def randn(
 
 
 @dataclass(frozen=True)
-class Maker:
+class TensorFactory:
     """``randn`` for tensors on a device and of a dtype."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class Maker:
         return {"device": self.device, "dtype": self.dtype}
 
     @property
-    def wide(self) -> Maker:
+    def wide(self) -> TensorFactory:
         """The same with float32 for half precision."""
         return replace(self, dtype=dtypes.statistics_dtype(self.dtype))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.mlp import mlp
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -27,7 +27,7 @@ def _eager(
 
 
 def _call(
-    new: Maker,
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     sizes: tuple[int, int, int],
@@ -46,7 +46,7 @@ def _call(
     return Sample(name, args, {"activation": activation, "recompute": recompute})
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     call = functools.partial(_call, new)
     conv1d = [
         new(*shape, scale=0.25, key=f"{shape}").detach().t().requires_grad_()
@@ -91,7 +91,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(
     rows: int, features: int, hidden: int, activation: str = "fast_gelu", recompute: bool = False
 ) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         sizes = (features, hidden, features)
         return _call(new, "bench", (rows,), sizes, activation, recompute=recompute)
 

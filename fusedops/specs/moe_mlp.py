@@ -13,7 +13,7 @@ from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -66,7 +66,7 @@ def _eager(
 
 
 def _arguments(
-    new: Maker,
+    new: TensorFactory,
     plan: RoutingPlan,
     sizes: tuple[int, int, int],
     *,
@@ -93,7 +93,7 @@ def _arguments(
     )
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         routing: tuple[int, int, int] = (16, 2, 3),
@@ -172,7 +172,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(
     tokens: int, top_k: int, experts: int, hidden: int, inner: int, recompute: bool = False
 ) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         plan = _routing.plan(tokens, top_k, experts, **new.place)
         args = _arguments(new, plan, (hidden, inner, hidden), transposed=True)
         return Sample("bench", args, {"recompute": recompute})

@@ -13,7 +13,7 @@ import torch
 
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,7 +70,7 @@ def _eager(
     return rows, probs, ids
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(tokens: int, hidden: int, top_k: int, scale: float = 1.0) -> tuple[Any, ...]:
         ids = new.integers(tokens, top_k, high=8, key="ids").to(torch.int32)
         rows = new(tokens, hidden, scale=scale, grad=False)
@@ -130,7 +130,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(tokens: int, hidden: int, top_k: int, *, quantized: bool = False) -> BenchCase:
     rows = tokens * top_k
 
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         x = new(tokens, hidden, grad=False)
         probs = new(tokens, top_k, dtype=torch.float32, grad=False)
         ids = new.integers(tokens, top_k, high=64).to(torch.int32)

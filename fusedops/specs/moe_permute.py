@@ -9,7 +9,7 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_permute
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, describe
 
 
@@ -21,7 +21,7 @@ def _eager(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     return torch.where(real.unsqueeze(1), rows, 0.0)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     frozen: dict[str, Any] = {**new.place, "grad": False}
 
     def call(name: str, size: int, plan: RoutingPlan) -> Sample:
@@ -48,7 +48,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         plan = _routing.plan(tokens, top_k, experts, **new.place, grad=False)
         return new(tokens, size), dataclasses.replace(plan, kept=None)
 

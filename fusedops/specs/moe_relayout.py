@@ -10,7 +10,7 @@ import torch
 from fusedops.ops import RoutingPlan, moe_relayout
 from fusedops.ops.moe_relayout import LAYOUTS
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
@@ -47,7 +47,7 @@ def _eager(
     return output
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     frozen: dict[str, Any] = {**new.place, "grad": False}
 
     def call(
@@ -105,7 +105,7 @@ def _case(tokens: int, size: int, top_k: int, experts: int, target: str) -> Benc
     slots = tokens * top_k
     capacity = slots // experts * 5 // 4
 
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         plan = _routing.plan(tokens, top_k, experts, **new.place, grad=False)
         chosen = {"capacity": capacity} if target == "capacity" else {}
         return Sample("bench", (new(slots, size), plan, "token_major", target), chosen)

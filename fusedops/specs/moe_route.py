@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -141,7 +141,7 @@ def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
         return moe_route(*args, **kwargs)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def logits(tokens: int, experts: int) -> torch.Tensor:
         return distinct(tokens, experts, **new.place)
 
@@ -237,7 +237,7 @@ _DEEPSEEK |= {"num_groups": 8, "topk_groups": 4}
 def _case(tokens: int, experts: int, top_k: int, **options: Any) -> BenchCase:
     sigmoid = options.get("score") == "sigmoid"
 
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         made = dict(options)
         if sigmoid:
             made["bias"] = new(experts, dtype=torch.float32, scale=0.01, grad=False)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -57,7 +57,7 @@ def _of_counted(
     return _eager(logits, *choices, mask=mask, **options)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
         return _routing.choices("random", tokens, top_k, experts, new.device)[0]
 
@@ -122,7 +122,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, experts: int, top_k: int) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         ids = new.integers(tokens, top_k, high=experts).int()
         return Sample("bench", (new(tokens, experts), ids), {"balance": 1e-2, "z": 1e-3})
 

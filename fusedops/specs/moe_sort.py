@@ -8,7 +8,7 @@ import torch
 
 from fusedops.ops import moe_sort
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
@@ -24,7 +24,7 @@ def _eager(
     return tuple(tensor.int() for tensor in (permutation, positions, counts, counts.cumsum(0)))
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     made = []
     for tokens, top_k, experts in ((12, 2, 4), (7, 3, 5), (1, 1, 1), (300, 8, 37)):
         for pattern in _routing.PATTERNS:
@@ -64,7 +64,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, top_k: int, experts: int) -> BenchCase:
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         return new.integers(tokens, top_k, high=experts), experts
 
     # Ids are read twice, permutation and positions written once.

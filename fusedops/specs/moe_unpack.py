@@ -10,7 +10,7 @@ import torch
 from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
-from fusedops.specs.make import Maker, randn
+from fusedops.specs.make import TensorFactory, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -22,7 +22,9 @@ def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> to
     return dequantize(data, scales, like.dtype)
 
 
-def _call(new: Maker, rows: int, hidden: int, pairs: int, scale: float = 1.0) -> tuple[Any, ...]:
+def _call(
+    new: TensorFactory, rows: int, hidden: int, pairs: int, scale: float = 1.0
+) -> tuple[Any, ...]:
     # Made on the CPU: the bytes are the same for every backend.
     x = randn(rows, hidden, device=torch.device("cpu"), dtype=torch.float32, scale=scale)
     probs = torch.ones(rows, pairs)
@@ -30,7 +32,7 @@ def _call(new: Maker, rows: int, hidden: int, pairs: int, scale: float = 1.0) ->
     return payload, probs.to(new.device), torch.empty(0, hidden, **new.place)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     return [
         Sample("rows", _call(new, 6, 24, 2)),
         Sample("odd_sizes", _call(new, 5, 33, 3, scale=100.0)),
@@ -41,7 +43,7 @@ def _samples(new: Maker) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    payload, probs, like = _call(Maker(device, torch.float32), 4, 8, 1)
+    payload, probs, like = _call(TensorFactory(device, torch.float32), 4, 8, 1)
 
     bad = bad_changes(payload=payload, probs=probs, like=like)
     return [

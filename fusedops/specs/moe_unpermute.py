@@ -9,7 +9,7 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_unpermute
 from fusedops.specs import _routing
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
@@ -25,7 +25,7 @@ def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> 
     return rows.view(*positions.shape, input.shape[1]).sum(dim=1)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(name: str, size: int, plan: RoutingPlan, **kwargs: Any) -> Sample:
         rows = plan.num_tokens * plan.top_k
         return Sample(name, (new(rows, size), plan), kwargs)
@@ -62,7 +62,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         plan = _routing.plan(tokens, top_k, experts, **new.place)
         return new(tokens * top_k, size), dataclasses.replace(plan, kept=None)
 

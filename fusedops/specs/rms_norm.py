@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
-from fusedops.specs.make import Maker, common_offset
+from fusedops.specs.make import TensorFactory, common_offset
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
@@ -36,7 +36,7 @@ def eager_rms_norm(
     return (x if weight is None else x * (weight_offset + weight.to(x))).type_as(input)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     weight = new(33, key="weight", shift=1.0)
     wide_weight = new.wide(33, key="weight", shift=1.0)
     return [
@@ -70,7 +70,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(rows: int, columns: int, rounding: str = "torch") -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
         return Sample("bench", data, {"rounding": rounding} if rounding != "torch" else {})
 

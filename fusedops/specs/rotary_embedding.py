@@ -8,7 +8,7 @@ import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.specs import depth
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -44,7 +44,7 @@ def _eager(
 
 
 def _tables(
-    new: Maker, *shape: int, interleaved: bool = False
+    new: TensorFactory, *shape: int, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of ``[..., seq_len, rotary_dim]`` as Hugging Face computes them."""
     *entries, length, rotary_dim = shape
@@ -59,7 +59,7 @@ def _tables(
     return angle.cos().to(new.dtype), angle.sin().to(new.dtype)
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     tables = functools.partial(_tables, new)
     heads = new(2, 5, 3, 8).detach()
     view = heads.transpose(1, 2).requires_grad_()
@@ -111,7 +111,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 def _case(
     batch: int, length: int, heads: int, key_heads: int, head_dim: int, *, interleaved: bool = False
 ) -> BenchCase:
-    def make(new: Maker) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         def view(num: int) -> torch.Tensor:
             made = new(batch, length, num, head_dim, grad=False)
             return made.transpose(1, 2).requires_grad_()

@@ -10,7 +10,7 @@ import torch
 
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.specs import depth
-from fusedops.specs.make import Maker, common_offset, with_extremes
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -64,14 +64,14 @@ def _not_finite(
     return weights.masked_fill(empty, 0.0).to(input.dtype)
 
 
-def _keep(new: Maker, *shape: int) -> torch.Tensor:
+def _keep(new: TensorFactory, *shape: int) -> torch.Tensor:
     """Return a boolean mask that leaves something in every row, causal or not."""
     kept = new(*shape, dtype=torch.float32, grad=False, key="keep") > 0
     kept[..., 0] = True
     return kept
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     keep = functools.partial(_keep, new)
     hidden = new(3, 1, 5, 21, grad=False, key="hidden")
     hidden = hidden.masked_fill(~keep(3, 1, 5, 21), -torch.inf)
@@ -124,7 +124,7 @@ def _case(batch: int, heads: int, length: int, mask: str | None = None) -> Bench
     shape = (batch, heads, length, length)
     size, of_mask = math.prod(shape), math.prod(shape) // heads
 
-    def make(new: Maker) -> tuple[Any, ...]:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         keep = _keep(new, batch, 1, length, length)
         hidden = torch.zeros_like(keep, dtype=new.dtype).masked_fill(~keep, -torch.inf)
         given = {"keep": keep, "additive": hidden}.get(mask or "")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 
 # What an op returns: a tensor, or several in a tuple or another pytree (a RoutingPlan).
 Tensors = Any
@@ -133,7 +133,7 @@ class BenchCase:
     def moving(
         cls,
         label: str,
-        arguments: Callable[[Maker], Any],
+        arguments: Callable[[TensorFactory], Any],
         elements: tuple[int, int],
         flops: tuple[int, int] = (0, 0),
         extra: tuple[int, int] = (0, 0),
@@ -144,7 +144,7 @@ class BenchCase:
         """
 
         def make(device: torch.device, dtype: torch.dtype) -> Sample:
-            made = arguments(Maker(device, dtype))
+            made = arguments(TensorFactory(device, dtype))
             return made if isinstance(made, Sample) else Sample("bench", made)
 
         def moved(count: int, more: int) -> Callable[[torch.dtype], int]:
@@ -232,14 +232,14 @@ class Spec:
 def describe(
     op: Callable[..., Tensors],
     eager: Callable[..., Tensors],
-    samples: Callable[[Maker], list[Sample]],
+    samples: Callable[[TensorFactory], list[Sample]],
     bad_inputs: Callable[[torch.device], list[BadInput]],
     bench_case: Callable[..., BenchCase],
 ) -> functools.partial[Spec]:
-    """Return what makes the ``Spec`` of an op of the other fields; ``samples`` takes a maker."""
+    """Return what makes the ``Spec`` of an op of the other fields; ``samples`` takes a factory."""
 
     def drawn(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-        return samples(Maker(device, dtype))
+        return samples(TensorFactory(device, dtype))
 
     functions = (op, eager, drawn, bad_inputs)
     return functools.partial(Spec, op.__name__, *functions, bench_case=bench_case)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
 from fusedops.specs import _glu, depth
-from fusedops.specs.make import Maker
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.spec import BadInput, Sample, bad_changes, describe, wrong_tensors
 
 
@@ -15,7 +15,7 @@ def _eager(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _samples(new: Maker) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     return _glu.samples(new)
 
 
