@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops._core import checks
-from fusedops.nn._arguments import values_of
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
@@ -59,8 +60,8 @@ class AddLayerNorm(LayerNorm):
         ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
         norm = (self.normalized_shape, self.weight, self.bias, self.eps)
-        options = values_of(self, "dropout_p", "training")
-        return add_layer_norm(input, residual, *norm, **options, seed=seed)
+        drop: dict[str, Any] = {"dropout_p": self.dropout_p, "training": self.training}
+        return add_layer_norm(input, residual, *norm, **drop, seed=seed)
 
     def extra_repr(self) -> str:
         """Return torch's line and the dropout probability."""

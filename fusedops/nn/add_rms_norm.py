@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
-from fusedops.nn._arguments import values_of
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.ops.add_rms_norm import add_rms_norm
 
@@ -63,8 +62,9 @@ class AddRMSNorm(RMSNorm):
         ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
         norm = (self.normalized_shape, self.weight, self.eps)
-        options = values_of(self, "weight_offset", "rounding", "dropout_p", "training")
-        return add_rms_norm(input, residual, *norm, **options, seed=seed)
+        options: dict[str, Any] = {"weight_offset": self.weight_offset, "rounding": self.rounding}
+        options |= {"dropout_p": self.dropout_p, "training": self.training, "seed": seed}
+        return add_rms_norm(input, residual, *norm, **options)
 
     def extra_repr(self) -> str:
         """Return the line of ``RMSNorm`` and the dropout probability."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
-from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown, values_of
+from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import reset_linear
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
@@ -96,8 +96,8 @@ class MLP(nn.Module):
         if self.keep_hidden and not self.recompute:
             hidden = linear_act(input, self.w1, self.b1, activation=self.activation)
             return linear_act(hidden, self.w2, self.b2, activation="identity")
-        options = values_of(self, "activation", "recompute")
-        return mlp(input, self.w1, self.b1, self.w2, self.b2, **options)
+        weights = (self.w1, self.b1, self.w2, self.b2)
+        return mlp(input, *weights, activation=self.activation, recompute=self.recompute)
 
     def extra_repr(self) -> str:
         """Return sizes, bias, activation and what is saved."""
