@@ -28,7 +28,7 @@ class AttentionArguments(NamedTuple):
     keep_remainder: bool
 
 
-class AttentionVarlen(NamedTuple):
+class VarlenArguments(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -47,7 +47,7 @@ class AttentionVarlen(NamedTuple):
     keep_remainder: bool
 
 
-class GroupedMM(NamedTuple):
+class GroupedArguments(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor
     offsets: torch.Tensor
@@ -61,7 +61,7 @@ class GroupedMM(NamedTuple):
         return self.keep_preactivation and self.activation != "identity"
 
 
-class MoeMLP(NamedTuple):
+class MoeArguments(NamedTuple):
     input: torch.Tensor
     probs: torch.Tensor
     permutation: torch.Tensor
@@ -128,7 +128,7 @@ class LossOptions(NamedTuple):
     softcap: float
 
 
-class CrossEntropy(NamedTuple):
+class LossArguments(NamedTuple):
     logits: torch.Tensor
     target: torch.Tensor
     ignore_index: int
@@ -143,7 +143,7 @@ class CrossEntropy(NamedTuple):
         return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
 
 
-class LinearCrossEntropy(NamedTuple):
+class LinearLossArguments(NamedTuple):
     hidden: torch.Tensor
     weight: torch.Tensor
     target: torch.Tensor

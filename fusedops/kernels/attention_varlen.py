@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _attention_backward, _attention_forward
-from fusedops.kernels._arguments import AttentionVarlen, of_backward
+from fusedops.kernels._arguments import VarlenArguments, of_backward
 from fusedops.kernels._attention_launch import AttentionCall
 from fusedops.kernels._attention_launch import supports as supports
 from fusedops.kernels._attention_launch import supports_backward as supports_backward
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = AttentionVarlen(*args)
+    call = VarlenArguments(*args)
     output, lse, remainder, _ = _attention_forward.forward(_call(call), call.keep_remainder)
     if remainder.dim() == 4:
         remainder = remainder[0].transpose(0, 1)
@@ -26,7 +26,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grads, call, (output, lse, remainder), mask = of_backward(AttentionVarlen, args, incoming=2)
+    grads, call, (output, lse, remainder), mask = of_backward(VarlenArguments, args, incoming=2)
     grad_output, grad_lse = grads
     incoming = (
         None if grad_output is None else _one_batch(grad_output),
@@ -41,7 +41,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return (*packed, dsinks)
 
 
-def _call(call: AttentionVarlen) -> AttentionCall:
+def _call(call: VarlenArguments) -> AttentionCall:
     query, key, value = map(_one_batch, call[:3])
     slopes, sinks, seed = call[5:8]
     return AttentionCall(query, key, value, None, slopes, sinks, seed, call[3:5], *call[8:15])

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._arguments import CrossEntropy, LossOptions, of_backward
+from fusedops.kernels._arguments import LossArguments, LossOptions, of_backward
 from fusedops.kernels._device import LOG2E, exp, reciprocal
 
 _BLOCK = 4096
@@ -315,7 +315,7 @@ def logits_gradient(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     x, target = dense_matrix(call.logits), call.target
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), x.shape[1], call.options)
@@ -327,7 +327,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> torch.Tensor | None:
-    (grad_loss,), call, (statistics, count), output_mask = of_backward(CrossEntropy, args)
+    (grad_loss,), call, (statistics, count), output_mask = of_backward(LossArguments, args)
     if not output_mask[0]:
         return None
     x = dense_matrix(call.logits)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _grouped
-from fusedops.kernels._arguments import GroupedMM, of_backward
+from fusedops.kernels._arguments import GroupedArguments, of_backward
 from fusedops.kernels.linear_act import activation_gradient
 
 _MAX_GROUPS = 4096
@@ -31,19 +31,19 @@ def supports_backward(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     input, weight, offsets, bias, activation, _ = call
     return _grouped.product(input, weight, offsets, bias, activation, keeps=call.keeps)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    (grad,), call, (kept,), output_mask = of_backward(GroupedMM, args)
+    (grad,), call, (kept,), output_mask = of_backward(GroupedArguments, args)
     return gradients(grad, call, kept, output_mask)
 
 
 def gradients(
     grad: torch.Tensor,
-    call: GroupedMM,
+    call: GroupedArguments,
     kept: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None, None),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.kernels import grouped_mm
-from fusedops.kernels._arguments import GroupedMM, of_add_gradients
+from fusedops.kernels._arguments import GroupedArguments, of_add_gradients
 
 
 def supports(*args: Any) -> str | None:
@@ -15,4 +15,4 @@ def supports(*args: Any) -> str | None:
 
 
 def forward(*args: Any) -> torch.Tensor | None:
-    return grouped_mm.gradients(*of_add_gradients(GroupedMM, args))[0]
+    return grouped_mm.gradients(*of_add_gradients(GroupedArguments, args))[0]

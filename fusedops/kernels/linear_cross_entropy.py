@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _launch
-from fusedops.kernels._arguments import LinearCrossEntropy, of_backward
+from fusedops.kernels._arguments import LinearLossArguments, of_backward
 from fusedops.kernels.cross_entropy import Pieces, dense_matrix, logits_gradient, row_gradients
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     x, shape, num_classes = dense_matrix(call.hidden), call.target.shape, call.weight.shape[0]
     chunk_size = num_classes if call.keep_logits else call.chunk_size
     form: dict[str, Any] = {"several": num_classes > chunk_size, "all_classes": call.num_classes}
@@ -32,7 +32,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    (grad_loss,), call, (statistics, kept), output_mask = of_backward(LinearCrossEntropy, args)
+    (grad_loss,), call, (statistics, kept), output_mask = of_backward(LinearLossArguments, args)
     hidden, weight = call.hidden, call.weight
     x, num_classes = dense_matrix(hidden), weight.shape[0]
     grad_hidden: torch.Tensor | None = None

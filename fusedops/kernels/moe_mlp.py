@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _grouped, _launch, _moe_rows, _products
-from fusedops.kernels._arguments import MoeMLP, of_backward
+from fusedops.kernels._arguments import MoeArguments, of_backward
 from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
 from fusedops.kernels._grouped import find_group
 from fusedops.kernels._products import GROUP_M, bias_tile, load_weights, sum_of_pointers, tile_of
@@ -284,17 +284,17 @@ def _pass_kernel(
 
 
 def supports(*args: Any) -> str | None:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     return _supports_groups(call.input, call.w1)
 
 
 def supports_backward(*args: Any) -> str | None:
-    _, call, _, _ = of_backward(MoeMLP, args)
+    _, call, _, _ = of_backward(MoeArguments, args)
     return supports(*call)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     input, probs, permutation, positions, offsets, w1, w2, b1, b2, *_ = call
     gate = _gate(call)
     tokens, scale = _rows_of(probs, permutation)
@@ -328,13 +328,13 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    (grad,), call, (preactivation,), output_mask = of_backward(MoeMLP, args)
+    (grad,), call, (preactivation,), output_mask = of_backward(MoeArguments, args)
     return gradients(grad, call, preactivation, output_mask)
 
 
 def gradients(
     grad_output: torch.Tensor,
-    call: MoeMLP,
+    call: MoeArguments,
     preactivation: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None,) * 4,
@@ -408,7 +408,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, mma_sync: bool) -> 
     return blocks, options
 
 
-def _gate(call: MoeMLP) -> str:
+def _gate(call: MoeArguments) -> str:
     if not call.gated:
         return "none"
     return "pairs" if call.interleaved else "halves"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.kernels import moe_mlp
-from fusedops.kernels._arguments import MoeMLP, of_add_gradients
+from fusedops.kernels._arguments import MoeArguments, of_add_gradients
 
 
 def supports(*args: Any) -> str | None:
@@ -15,4 +15,4 @@ def supports(*args: Any) -> str | None:
 
 
 def forward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    return moe_mlp.gradients(*of_add_gradients(MoeMLP, args))[:2]
+    return moe_mlp.gradients(*of_add_gradients(MoeArguments, args))[:2]

@@ -10,7 +10,7 @@ import torch
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
-from fusedops.kernels._arguments import AttentionVarlen, of_backward
+from fusedops.kernels._arguments import VarlenArguments, of_backward
 from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -144,7 +144,7 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
         checks.fail(op, "cu_seqlens_k", expected, list(cu_seqlens_k.shape))
 
 
-def _sequences(call: AttentionVarlen) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+def _sequences(call: VarlenArguments) -> Iterator[tuple[slice, tuple[Any, ...]]]:
     """Yield per sequence: its queries, and the arguments of ``formulas.forward``."""
     tokens, heads, _ = call.query.shape
     shape = (heads, tokens, call.max_seqlen_k)
@@ -172,7 +172,7 @@ def _sequences(call: AttentionVarlen) -> Iterator[tuple[slice, tuple[Any, ...]]]
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = AttentionVarlen(*args)
+    call = VarlenArguments(*args)
     query, wide = call.query, dtypes.statistics_dtype(call.query.dtype)
     heads = query.shape[1]
     outputs = [query.new_empty(0, heads, call.value.shape[2], dtype=wide)]
@@ -186,7 +186,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = AttentionVarlen(*args)
+    call = VarlenArguments(*args)
     query = call.query
     tokens, heads, _ = query.shape
     shape = (tokens, heads, call.value.shape[2])
@@ -200,7 +200,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
-    grads, call, _, output_mask = of_backward(AttentionVarlen, args, incoming=2)
+    grads, call, _, output_mask = of_backward(VarlenArguments, args, incoming=2)
     grad_output, grad_lse = grads
     parts: list[list[torch.Tensor]] = [[tensor[:0]] for tensor in call[:3]]
     sinks = call.sinks
@@ -269,7 +269,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("query", "key", "value", "sinks"),
         outputs=("output", "lse"),
-        saves=(*AttentionVarlen._fields[:8], "output", "lse", "remainder"),
+        saves=(*VarlenArguments._fields[:8], "output", "lse", "remainder"),
         reference=_backward,
     ),
     triton="fusedops.kernels.attention_varlen",

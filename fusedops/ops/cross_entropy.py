@@ -13,7 +13,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._arguments import CrossEntropy, of_backward
+from fusedops.kernels._arguments import LossArguments, of_backward
 from fusedops.ops import _cross_entropy_math as formulas
 
 
@@ -115,7 +115,7 @@ def _check(logits: Any, target: Any, *options: Any) -> None:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     logits, target = call.logits, call.target
     if checks.readable(target):
         formulas.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
@@ -126,7 +126,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     logits, target = call.logits, call.target
     wide = dtypes.statistics_dtype(logits.dtype)
     return (
@@ -138,7 +138,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _backward(*args: Any) -> torch.Tensor | None:
     # What was kept is not used: this is also the second derivative.
-    (grad_loss,), call, (_, count), output_mask = of_backward(CrossEntropy, args)
+    (grad_loss,), call, (_, count), output_mask = of_backward(LossArguments, args)
     if not output_mask[0]:
         return None
     if call.reduction == "mean":
@@ -152,7 +152,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
     The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
     """
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     rules: list[Sharding] = [([REPLICATE] * 3, [REPLICATE] * 2)]
     if call.reduction == "mean":
         return rules
@@ -163,7 +163,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, _ = of_backward(CrossEntropy, args)
+    _, call, _, _ = of_backward(LossArguments, args)
     rules: list[Sharding] = [([REPLICATE], [REPLICATE] * 5)]
     for dim in range(call.logits.ndim - 1):
         grad = dim if call.reduction == "none" else REPLICATE

@@ -15,7 +15,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._arguments import GroupedMM, of_add_gradients, of_backward
+from fusedops.kernels._arguments import GroupedArguments, of_add_gradients, of_backward
 from fusedops.ops import _weight_gradients
 from fusedops.ops._weight_gradients import AddGradientsOp, GradientTarget
 from fusedops.ops.linear_act import (
@@ -218,7 +218,7 @@ def grouped_sum(
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
     preactivation = grouped_product(call.input, call.weight, groups, call.bias)
     if call.activation == "identity":
@@ -228,19 +228,19 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     shape = (call.input.shape[0], call.weight.shape[2])
     return call.input.new_empty(shape), call.input.new_empty(shape if call.keeps else (0,))
 
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    (grad,), call, (z,), output_mask = of_backward(GroupedMM, args)
+    (grad,), call, (z,), output_mask = of_backward(GroupedArguments, args)
     return _gradients(grad, call, z, output_mask)
 
 
 def _gradients(
     grad: torch.Tensor,
-    call: GroupedMM,
+    call: GroupedArguments,
     z: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None, None),
@@ -262,7 +262,7 @@ def _gradients(
 
 def _shard(*args: Any) -> list[Sharding]:
     """Shard the columns of the weights; or, where it is linear, the sum."""
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     rules: list[Sharding] = [
         ([REPLICATE] * 2, [REPLICATE] * 4),
         ([1, 1 if call.keeps else REPLICATE], [REPLICATE, 2, REPLICATE, 1]),
@@ -273,7 +273,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, _ = of_backward(GroupedMM, args)
+    _, call, _, _ = of_backward(GroupedArguments, args)
     kept = 1 if call.keeps else REPLICATE
     rules: list[Sharding] = [
         ([REPLICATE] * 3, [REPLICATE] * 6),
@@ -315,7 +315,7 @@ _OP = define_op(
 
 
 def _add_gradients_reference(*args: Any) -> torch.Tensor | None:
-    return _gradients(*of_add_gradients(GroupedMM, args))[0]
+    return _gradients(*of_add_gradients(GroupedArguments, args))[0]
 
 
 def _add_gradients_fake(input: torch.Tensor, output_mask: Sequence[bool]) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
-from fusedops.kernels._arguments import LinearCrossEntropy, of_backward
+from fusedops.kernels._arguments import LinearLossArguments, of_backward
 from fusedops.ops import _cross_entropy_math as formulas
 from fusedops.ops.linear_act import check_layer, records_graph
 
@@ -151,7 +151,7 @@ def keeps_logits(
     return holds_for_all(bytes_per_class <= features * weight.dtype.itemsize)
 
 
-def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits(call: LinearLossArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden, weight and the logits in accumulation dtype."""
     wide = dtypes.statistics_dtype(call.hidden.dtype)
     h, w = call.hidden.to(wide), call.weight.to(wide)
@@ -159,7 +159,7 @@ def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     target, classes = call.target, call.weight.shape[0]
     if checks.readable(target):
         least = -1 if call.all_classes > 0 else 0
@@ -174,7 +174,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     hidden, target = call.hidden, call.target
     wide = dtypes.statistics_dtype(hidden.dtype)
     kept = (*target.shape, call.weight.shape[0] if call.keep_logits else 0)
@@ -189,7 +189,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative. But a part of the classes does
     # not know the statistics of all, and has no second derivative.
-    (grad_loss,), call, (statistics, _), output_mask = of_backward(LinearCrossEntropy, args)
+    (grad_loss,), call, (statistics, _), output_mask = of_backward(LinearLossArguments, args)
     h, w, logits = _logits(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN

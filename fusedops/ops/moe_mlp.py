@@ -14,7 +14,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._arguments import MoeMLP, of_add_gradients, of_backward
+from fusedops.kernels._arguments import MoeArguments, of_add_gradients, of_backward
 from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
@@ -161,7 +161,7 @@ def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, g
 class _RoutedRows:
     """The rows of a plan, as the reference uses them: their tokens, groups and probabilities."""
 
-    def __init__(self, call: MoeMLP) -> None:
+    def __init__(self, call: MoeArguments) -> None:
         rows, top_k = call.permutation.shape[0], call.positions.shape[1]
         self.groups = bounds("moe_mlp", call.offsets, rows)
         self.count = self.groups[-1][1] if self.groups else 0
@@ -190,7 +190,7 @@ class _RoutedRows:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     slots = call.probs.numel()
     for name in ("permutation", "positions"):
         checks.indices("moe_mlp", f"plan.{name}", getattr(call, name), slots, f"in [0, {slots})")
@@ -207,23 +207,23 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     output = call.input.new_empty(call.positions.shape[0], call.w2.shape[2])
     return output, call.input.new_empty(_rows_kept(call), call.w1.shape[2])
 
 
-def _rows_kept(call: MoeMLP) -> int:
+def _rows_kept(call: MoeArguments) -> int:
     return call.permutation.shape[0] if call.keep_preactivation else 0
 
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    (dy,), call, (kept,), output_mask = of_backward(MoeMLP, args)
+    (dy,), call, (kept,), output_mask = of_backward(MoeArguments, args)
     return _gradients(dy, call, kept, output_mask)
 
 
 def _gradients(
     grad_output: torch.Tensor,
-    call: MoeMLP,
+    call: MoeArguments,
     kept: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None,) * 4,
@@ -300,7 +300,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("input", "probs", "w1", "w2", "b1", "b2"),
         outputs=("output",),
-        saves=(*MoeMLP._fields[:9], "preactivation"),
+        saves=(*MoeArguments._fields[:9], "preactivation"),
         reference=_backward,
         layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
@@ -310,7 +310,7 @@ _OP = define_op(
 
 
 def _add_gradients_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    return _gradients(*of_add_gradients(MoeMLP, args))[:2]
+    return _gradients(*of_add_gradients(MoeArguments, args))[:2]
 
 
 def _add_gradients_fake(
