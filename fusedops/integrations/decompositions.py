@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import backends
-from fusedops.kernels._grouped_arguments import GroupedMM, MoeMLP
+from fusedops.kernels._arguments import GroupedArguments, MoeArguments
 from fusedops.ops import _attention_math, _moe_math, _norm_math
 from fusedops.ops._moe_gate import hidden_of
 from fusedops.ops.linear_act import activate
@@ -144,7 +144,7 @@ def _rotary_embedding(
 
 
 def _grouped_mm(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     group = _groups(call.offsets, call.input.shape[0])
     z = _grouped_product(call.input, call.weight, group, call.bias)
     kept = z if call.keeps else call.input.new_empty(0)
@@ -152,7 +152,7 @@ def _grouped_mm(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _moe_mlp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     dtype, slots = call.input.dtype, call.permutation.long()
     group = _groups(call.offsets, slots.shape[0])
     probs = call.probs.flatten().index_select(0, slots).unsqueeze(1)

@@ -12,7 +12,7 @@ products, where a single kernel with atomics would need five.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -77,21 +77,13 @@ def delta_kernel(
     tl.store(delta_ptr + statistics, delta, mask=mask)
 
 
-def backward(
-    call: AttentionCall,
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    lse_parts: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(call: AttentionCall, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; returns the gradients of query, key, value, mask and sinks.
 
     Tensors as in ``AttentionCall``: ``[B, H, Sq, ...]``; gradients lie in memory as ``[B, S, H,
     D]``.
     """
+    grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask = tensors
     query, key, value = call.query, call.key, call.value
     wants_query, wants_key, wants_value, wants_mask, wants_sinks = output_mask
     if grad_output is None:
@@ -121,18 +113,11 @@ def backward(
         num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
         programs = num_blocks * query.shape[1] * call.sequences
         if programs and (wants_query or wants_mask or kind == "beside"):
+            targets = {"dq_ptr": query if dq is None else dq, "ds_ptr": query if ds is None else ds}
+            targets |= {"delta_ptr": delta, "exact_ptr": exact}
+            flags = {"WANTS_QUERY": wants_query, "WANTS_SCORES": wants_mask, "DELTA": kind}
             queries_kernel[(programs,)](
-                **arguments,
-                delta_ptr=delta,
-                exact_ptr=exact,
-                dq_ptr=query if dq is None else dq,
-                ds_ptr=query if ds is None else ds,
-                num_blocks=num_blocks,
-                WANTS_QUERY=wants_query,
-                WANTS_SCORES=wants_mask,
-                DELTA=kind,
-                **sizes,
-                **options,
+                **arguments, **targets, num_blocks=num_blocks, **flags, **sizes, **options
             )
         arguments, sizes, options = blocks("keys", call, shared)
         num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
@@ -141,18 +126,13 @@ def backward(
         if wants_key and wants_value and max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) > 128:
             # The registers hold one gradient of so large heads: a product more, and no spills.
             walks = [(True, False), (False, True)]
+        targets = {"dk_ptr": query if dk is None else dk, "dv_ptr": query if dv is None else dv}
+        targets["delta_ptr"] = exact if kind == "first" else delta
         for walk in walks:
             if programs and any(walk):
+                flags = dict(zip(("WANTS_KEY", "WANTS_VALUE"), walk, strict=True))
                 keys_kernel[(programs,)](
-                    **arguments,
-                    delta_ptr=exact if kind == "first" else delta,
-                    dk_ptr=query if dk is None else dk,
-                    dv_ptr=query if dv is None else dv,
-                    num_blocks=num_blocks,
-                    WANTS_KEY=walk[0],
-                    WANTS_VALUE=walk[1],
-                    **sizes,
-                    **options,
+                    **arguments, **targets, num_blocks=num_blocks, **flags, **sizes, **options
                 )
     dmask = dsinks = None
     if ds is not None:
@@ -165,7 +145,6 @@ def backward(
 
 
 def new_heads_inside(like: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor ``[B, H, S, D]`` laid out in memory as ``[B, S, H, D]``."""
     batch, heads, rows, size = like.shape
     return like.new_empty(batch, rows, heads, size).transpose(1, 2)
 
@@ -182,14 +161,8 @@ def _new_scores(call: AttentionCall) -> torch.Tensor:
     return (call.query.new_zeros if skips else call.query.new_empty)(shape, dtype=dtype)
 
 
-def _launch_delta(
-    do: torch.Tensor,
-    output: torch.Tensor,
-    remainder: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-) -> None:
+def _launch_delta(*args: Any) -> None:
+    do, output, remainder, grad_lse, lse, delta = args
     kept = remainder.numel() > 0
     batch, heads, rows, size = output.shape
     sizes = _delta_sizes(size)

@@ -49,15 +49,7 @@ def statistics_row(n, h, num_heads, num_rows, first_q, VARLEN: tl.constexpr):
 
 @triton.jit
 def drawn_rows(
-    statistics,
-    token,
-    exists,
-    n,
-    h,
-    num_keys,
-    seed_ptr,
-    VARLEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    statistics, token, exists, n, h, num_keys, seed_ptr, VARLEN: tl.constexpr, DROPOUT: tl.constexpr
 ):
     """Return where dropout counts the scores of rows from; ``_core/philox.py`` has the forms.
 

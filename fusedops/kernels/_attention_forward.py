@@ -36,14 +36,7 @@ from fusedops.kernels._device import split
 
 @triton.jit
 def _store_part(
-    base,
-    row,
-    stride,
-    num_rows,
-    tile,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
+    base, row, stride, num_rows, tile, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store a part, ``BLOCK`` columns, of a tile of ``SIZE`` columns that was split."""
     FIRST: tl.constexpr = PART * BLOCK
@@ -307,21 +300,12 @@ def forward(call: AttentionCall, keep_remainder: bool) -> tuple[torch.Tensor, ..
     arguments, sizes, options = blocks("forward", call, call.arguments())
     num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
     programs = num_blocks * heads * call.sequences
+    targets = {"out_ptr": out, "rest_ptr": rest if keeps else out, "lse_ptr": lse}
+    targets["parts_ptr"] = parts if keeps_parts else lse
+    flags = {"SINKS": call.sinks is not None, "KEEPS": keeps, "PARTS": keeps_parts}
+    flags["FOLD"] = call.folds
     if programs:
+        arguments |= {"sinks_ptr": _launch.dense(call.sinks, query), "num_blocks": num_blocks}
         with _launch.device_of(query):
-            forward_kernel[(programs,)](
-                **arguments,
-                sinks_ptr=_launch.dense(call.sinks, query),
-                out_ptr=out,
-                rest_ptr=rest if keeps else out,
-                lse_ptr=lse,
-                parts_ptr=parts if keeps_parts else lse,
-                num_blocks=num_blocks,
-                SINKS=call.sinks is not None,
-                KEEPS=keeps,
-                PARTS=keeps_parts,
-                FOLD=call.folds,
-                **sizes,
-                **options,
-            )
+            forward_kernel[(programs,)](**arguments, **targets, **flags, **sizes, **options)
     return out.transpose(1, 2), lse, rest.transpose(1, 2) if keeps else rest, parts

@@ -124,12 +124,10 @@ class AttentionCall:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences."""
         return self.query.shape[0] if self.ends is None else self.ends[0].shape[0] - 1
 
     @property
     def additive(self) -> bool:
-        """Whether the mask is added to the scores."""
         return self.mask is not None and self.mask.dtype != torch.bool
 
     @property
@@ -163,7 +161,6 @@ class AttentionCall:
         return "plain" if few else "light"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that forward and backward kernels share."""
         query, key, value = (readable(tensor) for tensor in (self.query, self.key, self.value))
         mask = self._mask()
         dropout = self.dropout
@@ -174,38 +171,23 @@ class AttentionCall:
         ends_q, ends_k = (
             (query, query) if self.ends is None else map(torch.Tensor.contiguous, self.ends)
         )
-        result: dict[str, Any] = {
-            "q_ptr": query,
-            "k_ptr": key,
-            "v_ptr": value,
-            "mask_ptr": query if mask is None else mask,
-            "slopes_ptr": _launch.dense(self.slopes, query),
-            "seed_ptr": _launch.dense(self.seed, query),
-            "ends_q_ptr": ends_q,
-            "ends_k_ptr": ends_k,
-            "stride_slope": self.query.shape[1] if has_batch(self.slopes) else 0,
-            "num_heads": query.shape[1],
-            "num_rows": query.shape[2],
-            "num_keys": self.max_keys,
-            "factor": factor,
-            "bound": self.softcap * LOG2E.value,
-            "left": min(self.left, _UNBOUNDED),
-            "right": min(self.right, _UNBOUNDED),
-            "limit": dropout["limit"],
-            "drop_scale": dropout["scale"],
-            "GROUP": query.shape[1] // max(1, key.shape[1]),
-            "HEAD_DIM": query.shape[3],
-            "VALUE_DIM": value.shape[3],
-            "LEFT": self.left >= 0,
-            "RIGHT": self.right >= 0,
-            "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "add",
-            "PER_QUERY": mask is not None and mask.shape[2] != 1,
-            "ALIBI": self.slopes is not None,
-            "SOFTCAP": self.softcap > 0.0,
-            "DROPOUT": dropout["DROPOUT"],
-            "VARLEN": self.ends is not None,
-            "PRECISION": _launch.precision(query.dtype),
-        }
+        slopes, seed = (_launch.dense(tensor, query) for tensor in (self.slopes, self.seed))
+        _, heads, rows, size = query.shape
+        result: dict[str, Any] = {"q_ptr": query, "k_ptr": key, "v_ptr": value, "seed_ptr": seed}
+        result |= {"slopes_ptr": slopes, "stride_slope": heads if has_batch(self.slopes) else 0}
+        result |= {"ends_q_ptr": ends_q, "ends_k_ptr": ends_k, "VARLEN": self.ends is not None}
+        result |= {"num_heads": heads, "num_rows": rows, "num_keys": self.max_keys}
+        result |= {"left": min(self.left, _UNBOUNDED), "right": min(self.right, _UNBOUNDED)}
+        result |= {"LEFT": self.left >= 0, "RIGHT": self.right >= 0}
+        result |= {"factor": factor, "bound": self.softcap * LOG2E.value}
+        result |= {"ALIBI": self.slopes is not None, "SOFTCAP": self.softcap > 0.0}
+        result |= {"limit": dropout["limit"], "drop_scale": dropout["scale"]}
+        result |= {"DROPOUT": dropout["DROPOUT"], "PRECISION": _launch.precision(query.dtype)}
+        result |= {"GROUP": heads // max(1, key.shape[1])}
+        result |= {"HEAD_DIM": size, "VALUE_DIM": value.shape[3]}
+        result["mask_ptr"] = query if mask is None else mask
+        kind = "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "add"
+        result |= {"MASK": kind, "PER_QUERY": mask is not None and mask.shape[2] != 1}
         for name, tensor in (("q", query), ("k", key), ("v", value)):
             result |= self.strides(name, tensor)
         strides = (0, 0, 0, 0) if mask is None else broadcast_strides(mask)
@@ -400,7 +382,6 @@ def generation_of(device: torch.device) -> int:
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
     size = max(query.shape[-1], value.shape[-1])
     if size > 256:
         return f"its kernels keep a whole head in registers: sizes up to 256, not {size}"
@@ -408,5 +389,4 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: An
 
 
 def supports_backward(grad_output: Any, grad_lse: Any, *args: Any) -> str | None:
-    """Return why the backward cannot run, or ``None``."""
     return supports(*args)

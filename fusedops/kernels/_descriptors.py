@@ -48,5 +48,4 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 
 def describe(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Return the descriptor of a tensor that is read in blocks."""
     return TensorDescriptor.from_tensor(tensor, list(block))

@@ -6,7 +6,7 @@ tensor); dense tensors come as one long row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -88,15 +88,9 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
     return output
 
 
-def backward(
-    grad_output: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    output_mask: Sequence[bool],
-    activation: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def backward(*args: Any, activation: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; results are the gradients of ``gate`` and ``up`` or ``None``."""
-    wants_gate, wants_up = output_mask
+    grad_output, gate, up, (wants_gate, wants_up) = args
     grad_gate = gate.new_empty(gate.shape) if wants_gate else None
     grad_up = gate.new_empty(gate.shape) if wants_up else None
     if gate.numel() == 0 or not (wants_gate or wants_up):

@@ -11,22 +11,15 @@ same bits in every run, and it may be added to what is already there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
+from fusedops.kernels import _launch, _products
 from fusedops.kernels._device import act_value, split
-from fusedops.kernels._products import (
-    GROUP_M,
-    bias_tile,
-    blocks_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import GROUP_M, bias_tile, load_weights, sum_of_pointers, tile_of
 
 _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
 
@@ -282,18 +275,11 @@ def product(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``act(x W + b)`` per group and the pre-activation (or an empty tensor).
+    """Return ``act(x W + b)`` per group and the pre-activation, if ``keeps``, or an empty tensor.
 
-    Args:
-        input: ``[rows, K]``, or with ``rows`` any number of rows.
-        weight: ``[groups, K, N]``, any strides.
-        offsets: ``[groups]`` int32.
-        bias: ``[groups, N]``.
-        activation: its name.
-        keeps: whether to return the pre-activation.
-        rows: int32, dense: row ``r`` of the product is row ``rows[r]`` of ``input``.
-        scale: float32 ``[rows]``, dense: what the bias is multiplied by.
-        dtype: of the result: that of ``input``, or float32 for unrounded sums.
+    The weights are ``[groups, K, N]`` of any strides. With ``rows``, dense int32, row ``r`` of the
+    product is row ``rows[r]`` of ``input``. ``scale``, dense float32, multiplies the bias of each
+    row. The result has the dtype of ``input``, or float32 for unrounded sums.
     """
     num_rows = input.shape[0] if rows is None else rows.shape[0]
     num_groups, depth, num_cols = weight.shape
@@ -301,44 +287,27 @@ def product(
     kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
     if output.numel() == 0:
         return output, kept
+    gathers, mma_sync = rows is not None, _products.uses_mma_sync(input.device)
+    rows_per_group = num_rows // max(1, num_groups)
     blocks, options = _product_blocks(
-        input.dtype,
-        num_rows // max(1, num_groups),
-        mma_sync=uses_mma_sync(input.device),
-        gathers=rows is not None,
+        input.dtype, rows_per_group, mma_sync=mma_sync, gathers=gathers
     )
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
-    tma_mode, (x, w) = tma_operands(
-        blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None
+    tma_mode, (x, w) = _products.tma_operands(
+        blocks, blocks["BLOCK_N"], input, weight.mT, gathers=gathers
     )
+    operands = (x, offsets if rows is None else rows, weight if tma_mode == "none" else w)
+    scales = offsets if scale is None else scale
+    tensors = (*operands, _launch.dense(bias, input), scales, offsets.contiguous())
+    sizes = (num_rows, row_tiles, num_groups, num_cols, depth)
+    flags: dict[str, Any] = {"GATHERS": gathers, "HAS_BIAS": bias is not None, "KEEPS": keeps}
+    flags |= {"SCALES": scale is not None, "ACTIVATION": activation, "TMA_MODE": tma_mode}
+    flags |= {"PRECISION": _launch.precision(input.dtype), "GROUPS": groups_block(num_groups)}
+    strides = (*input.stride(), *weight.stride())
+    targets = (kept if keeps else output, output)
     with _launch.device_of(input):
         _product_kernel[(row_tiles * triton.cdiv(num_cols, blocks["BLOCK_N"]),)](
-            x,
-            offsets if rows is None else rows,
-            weight if tma_mode == "none" else w,
-            _launch.dense(bias, input),
-            offsets if scale is None else scale,
-            offsets.contiguous(),
-            kept if keeps else output,
-            output,
-            num_rows,
-            row_tiles,
-            num_groups,
-            num_cols,
-            depth,
-            *input.stride(),
-            *weight.stride(),
-            GATHERS=rows is not None,
-            HAS_BIAS=bias is not None,
-            SCALES=scale is not None,
-            KEEPS=keeps,
-            ACTIVATION=activation,
-            PRECISION=_launch.precision(input.dtype),
-            TMA_MODE=tma_mode,
-            GROUPS=groups_block(num_groups),
-            GROUP_M=GROUP_M,
-            **blocks,
-            **options,
+            *tensors, *targets, *sizes, *strides, **flags, GROUP_M=GROUP_M, **blocks, **options
         )
     return output, kept
 
@@ -347,7 +316,7 @@ def _product_blocks(
     dtype: torch.dtype, num_rows: int, *, mma_sync: bool, gathers: bool
 ) -> _launch.Tiling:
     """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
 
 
@@ -356,7 +325,7 @@ def _gradient_blocks(dtype: torch.dtype, *, gathers: bool, mma_sync: bool) -> _l
 
     With a list float32 in one part spills under Triton 3.6.
     """
-    blocks, options = blocks_of(dtype, 4096, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, 4096, mma_sync=mma_sync)
     if gathers and dtype == torch.float32:
         blocks = blocks | {"EPILOGUE_PARTS": 4}
     return blocks, options | ({"num_stages": 5} if gathers else {})
@@ -374,15 +343,8 @@ def weight_gradient(
 ) -> torch.Tensor:
     """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is.
 
-    Args:
-        x: ``[rows, K]``, or what ``x_rows`` gathers.
-        dy: ``[rows, N]``, or what ``dy_rows`` gathers.
-        offsets: ``[groups]`` int32.
-        weight: ``[groups, K, N]``, any strides.
-        into: float32, of that shape and any strides: what the gradient is added to, unrounded. It
-            is returned then.
-        x_rows: int32, dense, as ``rows`` of ``product``.
-        dy_rows: the same for ``dy``.
+    ``x_rows`` and ``dy_rows`` gather rows as in ``product``. With ``into``, float32 of the shape of
+    ``weight`` and any strides, the gradient is added there, unrounded, and ``into`` is returned.
     """
     if into is not None:
         out = into
@@ -395,30 +357,27 @@ def weight_gradient(
     num_groups, in_size, out_size = out.shape
     lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
-    blocks, options = _gradient_blocks(
-        x.dtype, gathers=bool(lists), mma_sync=uses_mma_sync(x.device)
-    )
+    mma_sync = _products.uses_mma_sync(x.device)
+    blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), mma_sync=mma_sync)
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
     ends = offsets.contiguous()
+    left, right = (
+        (x, ends if x_rows is None else x_rows),
+        (dy, ends if dy_rows is None else dy_rows),
+    )
+    sizes = (num_rows, num_groups, in_size, out_size)
+    strides = (*x.stride(), *dy.stride(), *out.stride())
+    flags: dict[str, Any] = {"GATHERS_X": x_rows is not None, "GATHERS_Y": dy_rows is not None}
+    flags |= {"ADDS": into is not None, "PRECISION": _launch.precision(x.dtype)}
     with _launch.device_of(x):
         _weight_gradient_kernel[(tiles, num_groups)](
-            x,
-            ends if x_rows is None else x_rows,
-            dy,
-            ends if dy_rows is None else dy_rows,
+            *left,
+            *right,
             ends,
             out,
-            num_rows,
-            num_groups,
-            in_size,
-            out_size,
-            *x.stride(),
-            *dy.stride(),
-            *out.stride(),
-            GATHERS_X=x_rows is not None,
-            GATHERS_Y=dy_rows is not None,
-            ADDS=into is not None,
-            PRECISION=_launch.precision(x.dtype),
+            *sizes,
+            *strides,
+            **flags,
             GROUP_M=GROUP_M,
             **blocks,
             **options,

@@ -77,11 +77,7 @@ def column_sums_grid(
 ) -> tuple[tuple[int, int], torch.Tensor | None]:
     """Return the grid of programs that walk down tiles of columns, and where they put their sums.
 
-    Args:
-        matrix: of rows of ``num_cols``, dense.
-        num_cols: number of columns.
-        tile: ``BLOCK_M`` and ``BLOCK_N``.
-        sums: whether each program adds up its rows for ``sum_rows``.
+    ``tile``: ``BLOCK_M`` and ``BLOCK_N``; ``sums``: whether programs add up rows for ``sum_rows``.
     """
     col_tiles = triton.cdiv(num_cols, tile["BLOCK_N"])
     programs = triton.cdiv(matrix.numel() // num_cols, tile["BLOCK_M"])

@@ -12,17 +12,9 @@ import torch
 def drop(
     expert_ids: torch.Tensor, probs: torch.Tensor, num_experts: int, capacity: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep at most ``capacity`` slots of each expert.
+    """Keep at most ``capacity`` slots of each expert; ids and weights are ``[T, k]``.
 
-    Args:
-        expert_ids: ``[T, k]`` int32.
-        probs: ``[T, k]``, the weights before dropping.
-        num_experts: ``E``.
-        capacity: slots that an expert keeps.
-        policy: ``drop_policy`` of ``moe_route``, or ``"expert_choice"``.
-
-    Returns:
-        The ids, which the policy ``"rounds"`` alone changes, and the mask of the kept.
+    Returns the ids, which the policy ``"rounds"`` alone changes, and the mask of the kept.
     """
     if policy in ("probability", "expert_choice"):
         order = probs.reshape(-1).sort(descending=True, stable=True).indices

@@ -157,7 +157,6 @@ def combine(
 
 
 def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with unit column stride; the row stride is free."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -16,18 +16,18 @@ never stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedops._core import philox
 from fusedops._core.capability import compute_capability
 from fusedops.kernels import _launch, bias_dropout_add
 from fusedops.kernels._device import dropout
+from fusedops.kernels._norm_arguments import NormArguments, scaled_dtype
 from fusedops.kernels._norm_rows import (
     affine,
     load_row,
@@ -293,62 +293,47 @@ def _backward_parameters_long_kernel(
         tl.store(dbias_ptr + part, dbias, mask=mask)
 
 
-@dataclass(frozen=True)
-class NormVariant:
-    """How a norm differs from its neighbours."""
+def launchers(*, centred: bool, residual: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    form = NormArguments(centred=centred, residual=residual)
 
-    centred: bool
-    weight_offset: float = 0.0
-    round_first: bool = False
+    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+        normed, summed, mean, rstd = _forward(centred, form.read(args))
+        outputs = (normed, summed) if residual else (normed,)
+        return (*outputs, mean, rstd) if centred else (*outputs, rstd)
 
-    def output_dtype(self, dtype: torch.dtype, weight: torch.Tensor | None) -> torch.dtype:
-        """Return the dtype of the norm of ``dtype``: that of the product when rounded before it."""
-        if not self.round_first or weight is None:
-            return dtype
-        return torch.promote_types(dtype, weight.dtype)
+    def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+        call, needs = form.read_backward(args)
+        gradients = _backward(centred, call, (*needs, False)[:4])
+        return gradients[0 if residual else 1 :][: len(form.inputs)]
 
-
-LAYER_NORM = NormVariant(centred=True)
+    return forward, backward
 
 
-def rms_variant(weight_offset: float, rounding: str) -> NormVariant:
-    return NormVariant(centred=False, weight_offset=weight_offset, round_first=rounding == "hf")
+def _forward(centred: bool, call: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    """Launch the forward; returns normed, the normalised rows, mean (rstd for RMS norm) and rstd.
 
-
-def forward(
-    variant: NormVariant,
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; returns normed, the normalised rows, mean and rstd.
-
-    The rows are ``residual + dropout(input)``, or ``input`` without a residual. For an RMS norm
-    rstd stands in for the mean.
+    The rows are ``residual + dropout(input)``, or ``input`` without a residual.
     """
-    x = input.contiguous()
-    r = x if residual is None else residual.contiguous()
-    rstd = r.new_empty(r.shape[: r.dim() - len(normalized_shape)], dtype=torch.float32)
+    weight, bias, seed = call.weight, call.bias, call.seed
+    x = call.input.contiguous()
+    r = x if call.residual is None else call.residual.contiguous()
+    rstd = r.new_empty(r.shape[: r.dim() - len(call.normalized_shape)], dtype=torch.float32)
     num_rows = rstd.numel()
     num_cols = r.numel() // num_rows if r.numel() else 0
     is_long = num_cols > _MAX_FORWARD
-    if is_long and residual is not None:
-        summed = bias_dropout_add.forward(x, None, r, seed, dropout_p, x.dtype)
-        return forward(variant, summed, normalized_shape, weight, bias, eps)
-    summed = x if residual is None else torch.empty_like(r)
-    normed = torch.empty_like(r, dtype=variant.output_dtype(r.dtype, weight))
-    mean = torch.empty_like(rstd) if variant.centred else rstd
+    if is_long and call.residual is not None:
+        summed = bias_dropout_add.forward(x, None, r, seed, call.dropout_p, x.dtype)
+        plain = vars(call) | {"input": summed, "residual": None}
+        return _forward(centred, SimpleNamespace(**plain))
+    summed = x if call.residual is None else torch.empty_like(r)
+    normed = torch.empty_like(r, dtype=scaled_dtype(r.dtype, weight, call.rounding))
+    mean = torch.empty_like(rstd) if centred else rstd
     if r.numel() == 0:
         return normed, summed, mean, rstd
     parameters = (_launch.dense(weight, r), _launch.dense(bias, r))
-    numbers = (num_cols, eps, variant.weight_offset)
+    numbers = (num_cols, call.eps, call.weight_offset)
     flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    flags |= {"CENTRED": variant.centred, "ROUND_FIRST": variant.round_first}
+    flags |= {"CENTRED": centred, "ROUND_FIRST": call.rounding == "hf"}
     with _launch.device_of(r):
         if is_long:
             launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
@@ -360,171 +345,132 @@ def forward(
             block_m = max(1, min(16, 1024 // block_n))
             launch = {"BLOCK_M": block_m, "BLOCK_N": block_n}
             launch |= _launch.row_options(block_m * block_n)
-            flags["HAS_RESIDUAL"] = residual is not None
+            flags["HAS_RESIDUAL"] = call.residual is not None
             tensors = (x, r, *parameters, _launch.dense(seed, r), normed, summed, mean, rstd)
-            dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
+            dropout = _launch.dropout_arguments(call.dropout_p, num_cols, seed)
             _forward_kernel[(triton.cdiv(num_rows, block_m),)](
                 *tensors, num_rows, *numbers, **dropout, **flags, **launch
             )
     return normed, summed, mean, rstd
 
 
-def backward(
-    variant: NormVariant,
-    grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
-    summed: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def _backward(
+    centred: bool, call: SimpleNamespace, wants: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; returns the requested gradients of input, residual, weight and bias.
 
     A norm without a residual asks for that of ``residual``: the gradient of the normalised rows.
     """
-    x = summed.contiguous()
-    # Otherwise the gradient of input is that of residual.
-    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == x.dtype
-    has_dy = grad_normed is not None
-    wants_input, wants_residual = output_mask[0] and not same, output_mask[1]
-    wants_weight, wants_bias = output_mask[2] and has_dy, output_mask[3] and has_dy
+    x, weight, seed = call.summed.contiguous(), call.weight, call.seed
+    wants_input, wants_residual, *wants_parameters = wants
     if x.numel() == 0:
         dtype = x.dtype if weight is None else weight.dtype
+        zeros = (x.new_zeros(call.normalized_shape, dtype=dtype) for _ in wants_parameters)
         return (
-            torch.empty_like(x, dtype=input_dtype) if wants_input else None,
+            torch.empty_like(x, dtype=call.input_dtype) if wants_input else None,
             torch.empty_like(x) if wants_residual else None,
-            x.new_zeros(normalized_shape, dtype=dtype) if wants_weight else None,
-            x.new_zeros(normalized_shape, dtype=dtype) if wants_bias else None,
+            *(zero if on else None for zero, on in zip(zeros, wants_parameters, strict=True)),
         )
-    if grad_normed is not None and x.numel() // rstd.numel() <= _MAX_BACKWARD:
-        tensors = (grad_normed, grad_summed, x, weight, mean, rstd, seed)
-        wants = (wants_input, wants_residual, wants_weight, wants_bias)
-        return _backward(variant, *tensors, normalized_shape, dropout_p, input_dtype, wants)
-    total, dweight, dbias = grad_summed, None, None
-    if grad_normed is not None:
-        total, dweight, dbias = _backward_long(
-            variant,
-            *(grad_normed, x, weight, mean, rstd, normalized_shape),
-            (wants_input or wants_residual, wants_weight, wants_bias),
-        )
-        if total is not None and grad_summed is not None:
-            total = total + grad_summed
+    statistics = (
+        call.rstd if call.mean is None else call.mean.contiguous(),
+        call.rstd.contiguous(),
+    )
+    parameters: list[torch.Tensor | None] = [None, None]
+    total = call.grad_summed
+    if call.grad_normed is not None:
+        if x.numel() // call.rstd.numel() <= _MAX_BACKWARD:
+            return _backward_short(centred, call, x, statistics, wants)
+        wants_long = (wants_input or wants_residual, *wants_parameters)
+        total, parameters = _backward_long(centred, call, x, statistics, wants_long)
+        if total is not None and call.grad_summed is not None:
+            total = total + call.grad_summed
     dx = None
     if wants_input:
-        assert total is not None
-        only_input = (True, False, False)
-        dx = bias_dropout_add.backward(total, None, seed, dropout_p, input_dtype, only_input)[0]
+        step = (None, seed, call.dropout_p, call.input_dtype, (True, False, False))
+        dx = bias_dropout_add.backward(total, *step)[0]
         dx = total.clone(memory_format=torch.contiguous_format) if dx is None else dx
     if not wants_residual:
         total = None
-    elif grad_normed is None:
-        assert total is not None
+    elif call.grad_normed is None:
         total = total.clone(memory_format=torch.contiguous_format)
-    return dx, total, dweight, dbias
+    return dx, total, *parameters
 
 
-def _backward(
-    variant: NormVariant,
-    grad_normed: torch.Tensor,
-    grad_summed: torch.Tensor | None,
+def _backward_short(
+    centred: bool,
+    call: SimpleNamespace,
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
+    statistics: Sequence[torch.Tensor],
     wants: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward of rows that fit in registers."""
-    num_rows = rstd.numel()
+    num_rows = call.rstd.numel()
     num_cols = x.numel() // num_rows
-    dx = torch.empty_like(x, dtype=input_dtype) if wants[0] else None
+    dx = torch.empty_like(x, dtype=call.input_dtype) if wants[0] else None
     dresidual = torch.empty_like(x) if wants[1] else None
     block_n = triton.next_power_of_2(num_cols)
     options = _backward_options(block_n, newest=(compute_capability(x.device) or (0,))[0] == 12)
     programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = _parts(x, programs, num_cols, wants[2:])
-    grads = (grad_normed.contiguous(), _launch.dense(grad_summed, x))
-    statistics = (mean.contiguous(), rstd.contiguous())
-    tensors = (*grads, x, _launch.dense(weight, x), *statistics, _launch.dense(seed, x))
+    grads = (call.grad_normed.contiguous(), _launch.dense(call.grad_summed, x))
+    tensors = (*grads, x, _launch.dense(call.weight, x), *statistics, _launch.dense(call.seed, x))
     targets = (x if tensor is None else tensor for tensor in (dx, dresidual, *parts))
-    dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
-    flags = {"CENTRED": variant.centred, "HAS_WEIGHT": weight is not None}
-    flags["HAS_DSUMMED"] = grad_summed is not None
+    dropout = _launch.dropout_arguments(call.dropout_p, num_cols, call.seed)
+    flags = {"CENTRED": centred, "HAS_WEIGHT": call.weight is not None}
+    flags["HAS_DSUMMED"] = call.grad_summed is not None
     names = ("WANTS_INPUT", "WANTS_RESIDUAL", "WANTS_WEIGHT", "WANTS_BIAS")
     flags |= zip(names, wants, strict=True)
-    numbers = (num_rows, num_cols, variant.weight_offset)
+    numbers = (num_rows, num_cols, call.weight_offset)
     launch = {"BLOCK_N": block_n} | options
     with _launch.device_of(x):
         _backward_kernel[(programs,)](*tensors, *targets, *numbers, **dropout, **flags, **launch)
-        dweight, dbias = _added(parts, weight, x, normalized_shape)
-    return dx, dresidual, dweight, dbias
+        return dx, dresidual, *_added(parts, call)
 
 
 def _backward_long(
-    variant: NormVariant,
-    grad_normed: torch.Tensor,
+    centred: bool,
+    call: SimpleNamespace,
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
+    statistics: Sequence[torch.Tensor],
     wants: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """Launch the backward of rows that are walked in blocks, without that of the sum."""
-    num_rows = rstd.numel()
+    num_rows = call.rstd.numel()
     num_cols = x.numel() // num_rows
     dx = torch.empty_like(x) if wants[0] else None
     programs = min(num_rows, _launch.num_programs(x.device))
     parts = _parts(x, programs, num_cols, wants[1:])
-    dy = grad_normed.contiguous()
-    statistics = (mean.contiguous(), rstd.contiguous())
+    dy = call.grad_normed.contiguous()
     with _launch.device_of(x):
         if dx is not None:
             launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
-            flags = {"CENTRED": variant.centred, "HAS_WEIGHT": weight is not None}
-            tensors = (dy, x, _launch.dense(weight, x), *statistics, dx)
+            flags = {"CENTRED": centred, "HAS_WEIGHT": call.weight is not None}
+            tensors = (dy, x, _launch.dense(call.weight, x), *statistics, dx)
             _backward_input_long_kernel[(num_rows,)](
-                *tensors, num_cols, variant.weight_offset, **flags, **launch
+                *tensors, num_cols, call.weight_offset, **flags, **launch
             )
         if any(wants[1:]):
             targets = [x if part is None else part for part in parts]
-            flags = dict(zip(("WANTS_WEIGHT", "WANTS_BIAS"), wants[1:], strict=True))
+            flags = {"CENTRED": centred, "WANTS_WEIGHT": wants[1], "WANTS_BIAS": wants[2]}
             launch = {"BLOCK_N": 1024} | _launch.row_options(1024)
             _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
-                *(dy, x, *statistics, *targets, num_rows, num_cols),
-                CENTRED=variant.centred,
-                **flags,
-                **launch,
+                *(dy, x, *statistics, *targets, num_rows, num_cols), **flags, **launch
             )
-        dweight, dbias = _added(parts, weight, x, normalized_shape)
-    return dx, dweight, dbias
+        return dx, _added(parts, call)
 
 
 def _parts(
     x: torch.Tensor, programs: int, num_cols: int, wants: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Allocate each program's part of the requested gradients of weight and bias."""
     shape = (programs, num_cols)
     return [x.new_empty(shape, dtype=torch.float32) if needed else None for needed in wants]
 
 
 def _added(
-    parts: Sequence[torch.Tensor | None],
-    weight: torch.Tensor | None,
-    x: torch.Tensor,
-    normalized_shape: Sequence[int],
+    parts: Sequence[torch.Tensor | None], call: SimpleNamespace
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of weight and bias, the sums of their parts."""
-    dtype = x.dtype if weight is None else weight.dtype
-    return [_launch.sum_rows(part, dtype, normalized_shape) for part in parts]
+    dtype = call.summed.dtype if call.weight is None else call.weight.dtype
+    return [_launch.sum_rows(part, dtype, call.normalized_shape) for part in parts]
 
 
 def _backward_options(block_n: int, *, newest: bool) -> dict[str, Any]:

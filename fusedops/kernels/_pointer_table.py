@@ -17,8 +17,8 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,13 +38,10 @@ class Captures:
 
     Pinned memory cannot be allocated in a capture before torch 2.10: the steps before, inside of
     ``active``, reserve what the tables of a few captures take.
-
-    Attributes:
-        tables: what was kept, on the device and in pinned memory.
     """
 
     def __init__(self) -> None:
-        self.tables: list[torch.Tensor] = []
+        self.tables: list[torch.Tensor] = []  # on the device and in pinned memory
         self._reserved: torch.Tensor | None = None
         self._step_bytes = 0  # bytes of the tables of one step
 
@@ -85,13 +82,7 @@ _ACTIVE: contextvars.ContextVar[Captures | None] = contextvars.ContextVar("captu
 
 
 class PointerTable:
-    """The table of the tensors of one launch, for one call or for many.
-
-    Attributes:
-        rows: int64 ``[tensors, columns]``, on the host.
-        sizes: elements of each tensor.
-        device: of all tensors.
-    """
+    """The table of the tensors of one launch: int64 rows on the host, and numbers of elements."""
 
     def __init__(self, rows: torch.Tensor, sizes: tuple[int, ...], device: torch.device) -> None:
         self.rows, self.sizes, self.device = rows, sizes, device
@@ -150,21 +141,12 @@ def of_dtype(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 
 
-def on_device(
-    table: torch.Tensor | Callable[[], torch.Tensor],
-    device: torch.device,
-    *,
-    contents: Hashable = None,
-) -> torch.Tensor:
+def on_device(table: Any, device: torch.device, *, contents: Hashable = None) -> torch.Tensor:
     """Return the copy of a host table on a device: an earlier one, if its contents are the same.
 
     Nobody may write to the copy. In a capture a table that was not copied before becomes part of
-    the graph.
-
-    Args:
-        table: on the host, contiguous; or what makes it.
-        device: where.
-        contents: what ``table`` makes it of; of a table its bytes.
+    the graph. ``table`` is contiguous, or makes the table of ``contents``; of a table these are its
+    bytes.
     """
     captures, captured = _captures(), capturing(device)
     if isinstance(table, torch.Tensor):
@@ -195,7 +177,6 @@ def on_device(
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether what is launched on a device now is captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():
@@ -209,7 +190,6 @@ def _captures() -> Captures:
 
 
 def _stream(device: torch.device) -> int:
-    """Return which stream of a device is current."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

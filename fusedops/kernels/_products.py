@@ -22,12 +22,7 @@ GROUP_M = 8
 
 @triton.jit
 def tile_of(
-    program,
-    num_rows,
-    num_cols,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    program, num_rows, num_cols, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns.
 
@@ -68,13 +63,7 @@ def sum_of_pointers(x_ptrs, w_ptrs, in_cols, depth, stride_xk, stride_wk, PRECIS
 
 @triton.jit
 def load_weights(
-    weight,
-    group,
-    first,
-    col,
-    TMA_MODE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    weight, group, first, col, TMA_MODE: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Return the block ``[K, N]`` at ``first`` along the sum and column ``col``, by descriptor.
 
@@ -107,21 +96,13 @@ def bias_tile(bias_ptr, col, num_cols, BLOCK_M: tl.constexpr, HAS_BIAS: tl.const
 
 
 def tma_operands(
-    blocks: dict[str, int],
-    columns: int,
-    x: torch.Tensor,
-    *weights: torch.Tensor,
-    gathers: bool = False,
+    blocks: dict[str, int], columns: int, x: torch.Tensor, *weights: Any, gathers: bool = False
 ) -> tuple[str, tuple[Any, ...]]:
     """Return ``TMA_MODE`` and the operands, as descriptors where that is possible.
 
-    Args:
-        blocks: tile sizes. For few rows the host's work for a descriptor, microseconds, is worth
-            more than what it saves.
-        columns: how many columns of each weight a tile reads.
-        x: ``[rows, K]``.
-        weights: ``[..., N, K]``.
-        gathers: whether a list gathers the rows of ``x``, which then stays a tensor.
+    ``x`` is ``[rows, K]``, a tensor still if a list ``gathers`` its rows; of the weights
+    ``[..., N, K]`` a tile reads ``columns`` each. For few rows the host's work for a descriptor,
+    microseconds, is worth more than what it saves.
     """
     left = () if gathers else (x,)
     plain = describable(*left, *weights)

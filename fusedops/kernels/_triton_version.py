@@ -12,5 +12,4 @@ TRITON: tuple[int, int] = tuple(int(part) for part in triton.__version__.split("
 
 
 def at_least(major: int, minor: int) -> bool:
-    """Return whether the kernels are compiled by this version or a later one."""
     return (major, minor) <= TRITON

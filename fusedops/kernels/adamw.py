@@ -212,63 +212,33 @@ class StepLaunch:
         """Take the addresses of the gradients of all tensors of the call."""
         self.table.set_column(1, addresses[self.members])
 
-    def run(
-        self,
-        grad_factor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        lr: float | torch.Tensor,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        maximize: bool,
-        bias_correction: bool,
-    ) -> None:
-        """Launch the step."""
+    def run(self, *args: Any) -> None:
+        """Launch the step with the numbers of ``fusedops::adamw`` and one learning rate."""
+        grad_factor, found_inf, lr, beta1, beta2, eps, maximize, bias_correction = args
         device, num_tensors = self.table.device, len(self.table.sizes)
         with _launch.guard(device):
             table, blocks = self.table.on_device()
             counts = torch.empty(num_tensors, dtype=torch.float64, device=device)
             types = [_pointer_table.of_dtype(dtype, device) for dtype in self.dtypes]
+            launch = {"HAS_FOUND_INF": found_inf is not None, "COLUMNS": _COLUMNS}
+            launch |= _launch.FOUR_WARPS
+            flag = counts if found_inf is None else found_inf
             _count_kernel[(triton.cdiv(num_tensors, _COUNTED),)](
-                table,
-                counts if found_inf is None else found_inf,
-                types[4],
-                counts,
-                num_tensors,
-                HAS_FOUND_INF=found_inf is not None,
-                COLUMNS=_COLUMNS,
-                BLOCK=_COUNTED,
-                **_launch.FOUR_WARPS,
+                table, flag, types[4], counts, num_tensors, BLOCK=_COUNTED, **launch
             )
             if len(blocks) == 0:
                 return
             decays = table.view(torch.float64)[:, _DECAY]
             scalars = _scalars(counts, decays, lr, beta1, beta2, bias_correction)
-            _step_kernel[(len(blocks),)](
-                table,
-                blocks,
-                scalars,
-                counts,
-                scalars if grad_factor is None else grad_factor,
-                scalars if found_inf is None else found_inf,
-                *types[:4],
-                beta1,
-                beta2,
-                1.0 - beta1,
-                1.0 - beta2,
-                eps,
-                HAS_FACTOR=grad_factor is not None,
-                HAS_FOUND_INF=found_inf is not None,
-                MAXIMIZE=maximize,
-                AMSGRAD=self.amsgrad,
-                COPY=self.copies,
-                DRAW_STATE=self.draws and self.dtypes[2] == torch.bfloat16,
-                DRAW_PARAM=self.draws and self.dtypes[0] == torch.bfloat16,
-                VECTORIZES=self.vectorizes,
-                COLUMNS=_COLUMNS,
-                BLOCK=BLOCK,
-                **_launch.FOUR_WARPS,
-            )
+            factor = scalars if grad_factor is None else grad_factor
+            flag = scalars if found_inf is None else found_inf
+            tensors = (table, blocks, scalars, counts, factor, flag, *types[:4])
+            flags = {"HAS_FACTOR": grad_factor is not None, "MAXIMIZE": maximize}
+            flags |= {"AMSGRAD": self.amsgrad, "COPY": self.copies, "VECTORIZES": self.vectorizes}
+            flags["DRAW_STATE"] = self.draws and self.dtypes[2] == torch.bfloat16
+            flags["DRAW_PARAM"] = self.draws and self.dtypes[0] == torch.bfloat16
+            betas = (beta1, beta2, 1.0 - beta1, 1.0 - beta2)
+            _step_kernel[(len(blocks),)](*tensors, *betas, eps, **flags, BLOCK=BLOCK, **launch)
 
 
 def launches(
@@ -295,36 +265,23 @@ def launches(
         table[:, 11] = torch.tensor([steps[i].data_ptr() for i in members])
         decays = torch.tensor([weight_decays[i] for i in members], dtype=torch.float64)
         table[:, _DECAY] = decays.view(torch.int64)
-        made.append(
-            StepLaunch(
-                _pointer_table.PointerTable(table, sizes, params[0].device),
-                torch.tensor(members),
-                dtypes,
-                vectorizes,
-                bool(max_exp_avg_sqs),
-                bool(copies),
-                bool(draws),
-            )
-        )
+        rows = _pointer_table.PointerTable(table, sizes, params[0].device)
+        present = (bool(max_exp_avg_sqs), bool(copies), bool(draws))
+        made.append(StepLaunch(rows, torch.tensor(members), dtypes, vectorizes, *present))
     return made
 
 
 def forward(*args: Any) -> None:
-    """Launch the step; arguments are those of ``fusedops::adamw``."""
     grad_factor, found_inf, learning_rate, draws, weight_decays, lr, *numbers = args[7:]
     for launch in launches(args[:7], draws, weight_decays):
         launch.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
 
 
 def _scalars(
-    counts: torch.Tensor,
-    weight_decays: torch.Tensor,
-    lr: float | torch.Tensor,
-    beta1: float,
-    beta2: float,
-    bias_correction: bool,
+    counts: torch.Tensor, weight_decays: torch.Tensor, lr: float | torch.Tensor, *numbers: Any
 ) -> torch.Tensor:
     """Return float32 ``[tensors, 3]``: step size, inverse root of the bias correction, decay."""
+    beta1, beta2, bias_correction = numbers
     scalars = torch.empty(len(counts), 3, dtype=torch.float32, device=counts.device)
     step_size, root, decay = scalars.unbind(1)
     if isinstance(lr, torch.Tensor):

@@ -10,32 +10,22 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _attention_backward, _attention_forward
+from fusedops.kernels._arguments import AttentionArguments, of_backward
 from fusedops.kernels._attention_launch import AttentionCall
 from fusedops.kernels._attention_launch import supports as supports
 from fusedops.kernels._attention_launch import supports_backward as supports_backward
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Launch the forward; arguments and results are those of ``fusedops::attention``."""
-    *inputs, keep_remainder = args
-    return _attention_forward.forward(_call(*inputs), keep_remainder)
+    call = AttentionArguments(*args)
+    return _attention_forward.forward(_call(call), call.keep_remainder)
 
 
-def backward(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    *args: Any,
-) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; as ``fusedops::attention_backward``."""
-    output, lse, remainder, lse_parts = args[7:11]
-    *numbers, _, output_mask = args[11:]
-    call = _call(*args[:7], *numbers)
-    return _attention_backward.backward(
-        call, grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask
-    )
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grads, call, kept, output_mask = of_backward(AttentionArguments, args, incoming=2)
+    return _attention_backward.backward(_call(call), *grads, *kept, output_mask)
 
 
-def _call(*inputs: Any) -> AttentionCall:
-    query, key, value, mask, slopes, sinks, seed, *numbers = inputs
-    tensors = (query, key, value, mask, slopes, sinks, seed)
-    return AttentionCall(*tensors, None, query.shape[2], key.shape[2], *numbers)
+def _call(call: AttentionArguments) -> AttentionCall:
+    numbers: tuple[Any, ...] = (call.query.shape[2], call.key.shape[2], *call[7:12])
+    return AttentionCall(*call[:7], None, *numbers)

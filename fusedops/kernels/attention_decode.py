@@ -223,7 +223,6 @@ def merge_kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels; arguments and results are those of ``fusedops::attention_decode``."""
     *tensors, cache_seqlens, alibi_slopes, sinks, scale, window_left, softcap = args
     query, key, value = map(readable, tensors)
     batch, heads, rows, size = query.shape
@@ -242,58 +241,32 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         parts = query.new_empty(batch, heads, rows, num_parts, value_size, dtype=torch.float32)
         parts_lse = query.new_empty(batch, heads, rows, num_parts, dtype=torch.float32)
     num_tiles = triton.cdiv(group * rows, sizes["BLOCK_M"])
-    shared: dict[str, Any] = {
-        "lengths_ptr": cache_seqlens.contiguous(),
-        "sinks_ptr": _launch.dense(sinks, query),
-        "num_parts": num_parts,
-        "num_heads": heads,
-        "num_rows": rows,
-        "part_size": part_size,
-        "capacity": capacity,
-        "left": min(window_left, capacity),
-        "LEFT": window_left >= 0,
-        "SINKS": sinks is not None,
-        "VALUE_DIM": value_size,
-        "BLOCK_DV": sizes.pop("BLOCK_DV"),
-    }
+    shared: dict[str, Any] = {"num_parts": num_parts, "num_heads": heads, "num_rows": rows}
+    shared |= {"part_size": part_size, "capacity": capacity}
+    shared |= {"left": min(window_left, capacity), "LEFT": window_left >= 0}
+    shared |= {"lengths_ptr": cache_seqlens.contiguous()}
+    shared |= {"sinks_ptr": _launch.dense(sinks, query), "SINKS": sinks is not None}
+    shared |= {"VALUE_DIM": value_size, "BLOCK_DV": sizes.pop("BLOCK_DV")}
+    scores: dict[str, Any] = {"ALIBI": alibi_slopes is not None, "SOFTCAP": softcap > 0.0}
+    scores |= {"slopes_ptr": _launch.dense(alibi_slopes, query)}
+    scores |= {"stride_slope": heads if has_batch(alibi_slopes) else 0}
+    scores["factor"] = scale * LOG2E.value * (2.0 / softcap if softcap > 0.0 else 1.0)
+    scores |= {"bound": softcap * LOG2E.value, "PRECISION": _launch.precision(query.dtype)}
+    scores |= {"GROUP": group, "HEAD_DIM": size, "WHOLE": one_part, "num_tiles": num_tiles}
     strides = {
         f"stride_{name}{dim}": tensor.stride(axis)
         for name, tensor in (("q", query), ("k", key), ("v", value))
         for axis, dim in enumerate("bhs")
     }
     with _launch.device_of(query):
-        parts_kernel[(num_parts * num_tiles * key_heads * batch,)](
-            q_ptr=query,
-            k_ptr=key,
-            v_ptr=value,
-            slopes_ptr=_launch.dense(alibi_slopes, query),
-            out_ptr=parts,
-            lse_ptr=parts_lse,
-            stride_slope=heads if has_batch(alibi_slopes) else 0,
-            num_tiles=num_tiles,
-            factor=scale * LOG2E.value * (2.0 / softcap if softcap > 0.0 else 1.0),
-            bound=softcap * LOG2E.value,
-            GROUP=group,
-            HEAD_DIM=size,
-            ALIBI=alibi_slopes is not None,
-            SOFTCAP=softcap > 0.0,
-            WHOLE=one_part,
-            PRECISION=_launch.precision(query.dtype),
-            **strides,
-            **shared,
-            **sizes,
-            **options,
-        )
+        pointers = {"q_ptr": query, "k_ptr": key, "v_ptr": value, "out_ptr": parts}
+        numbers = strides | scores | shared | sizes | options
+        grid = (num_parts * num_tiles * key_heads * batch,)
+        parts_kernel[grid](**pointers, lse_ptr=parts_lse, **numbers)
         if not one_part:
-            merge_kernel[(batch * heads * rows,)](
-                parts_ptr=parts,
-                parts_lse_ptr=parts_lse,
-                out_ptr=out,
-                lse_ptr=lse,
-                BLOCK_P=triton.next_power_of_2(num_parts),
-                **shared,
-                **_launch.FOUR_WARPS,
-            )
+            merged = {"parts_ptr": parts, "parts_lse_ptr": parts_lse, "out_ptr": out}
+            launch = shared | {"BLOCK_P": triton.next_power_of_2(num_parts)} | _launch.FOUR_WARPS
+            merge_kernel[(batch * heads * rows,)](**merged, lse_ptr=lse, **launch)
     return out.transpose(1, 2), lse
 
 

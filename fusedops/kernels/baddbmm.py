@@ -108,7 +108,6 @@ def _forward_kernel(
 
 
 def forward(*args: Any) -> torch.Tensor:
-    """Launch the forward; arguments and results are those of ``fusedops::baddbmm``."""
     input, batch1, batch2, beta, alpha, _ = args
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     num_rows, num_cols, depth = batch1.shape[-2], batch2.shape[-1], batch1.shape[-1]
@@ -130,30 +129,16 @@ def forward(*args: Any) -> torch.Tensor:
     blocks, options = _blocks(batch1.dtype, num_rows, mma_sync=uses_mma_sync(batch1.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     batches = leading.numel()
+    tensors = (addend, a, b, output)
+    numbers = (beta, alpha, num_rows, num_cols, depth)
+    steps = [stride for row in strides for stride in [0] * missing + row]
+    steps += [stride for operand in operands for stride in operand.stride()[-2:]]
+    flags = {"HAS_ADDEND": beta != 0, "PRECISION": _launch.precision(output.dtype)}
+    flags |= {"GROUP_M": GROUP_M} | blocks | options
     with _launch.device_of(batch1):
         for first in range(0, batches, _LAUNCH):
             _forward_kernel[(tiles, min(batches - first, _LAUNCH))](
-                addend,
-                a,
-                b,
-                output,
-                beta,
-                alpha,
-                num_rows,
-                num_cols,
-                depth,
-                first,
-                sizes[1],
-                sizes[2],
-                *(stride for row in strides for stride in [0] * missing + row),
-                *a.stride()[-2:],
-                *b.stride()[-2:],
-                *addend.stride()[-2:],
-                HAS_ADDEND=beta != 0,
-                PRECISION=_launch.precision(output.dtype),
-                GROUP_M=GROUP_M,
-                **blocks,
-                **options,
+                *tensors, *numbers, first, *sizes[1:], *steps, **flags
             )
     return output
 
@@ -163,12 +148,8 @@ def merged(
 ) -> tuple[list[int], list[list[int]]]:
     """Merge neighbouring dimensions along which every operand walks evenly; drop those of size 1.
 
-    Args:
-        sizes: of the dimensions, outermost first.
-        strides: per operand, a stride per dimension.
-
-    Returns:
-        The sizes that are left, and the strides per operand.
+    ``strides`` has a row for each operand. The result are the sizes that are left, outermost first,
+    and their strides.
     """
     kept: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
@@ -190,7 +171,6 @@ def merged(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients; arguments and results are those of ``fusedops::baddbmm_backward``."""
     grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
     dims = [dim for dim, is_broadcast in enumerate(broadcast) if is_broadcast]

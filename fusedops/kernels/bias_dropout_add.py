@@ -87,7 +87,6 @@ def _backward_kernel(
 
 
 def forward(*args: Any) -> torch.Tensor:
-    """Launch the forward; arguments and results are those of ``fusedops::bias_dropout_add``."""
     input, bias, residual, seed, p, _ = args
     x, r = input.contiguous(), residual.contiguous()
     output = torch.empty_like(r)
@@ -104,7 +103,6 @@ def forward(*args: Any) -> torch.Tensor:
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; as ``fusedops::bias_dropout_add_backward``."""
     grad_output, bias, seed, p, input_dtype, output_mask = args
     dy = grad_output.contiguous()
     # Otherwise the gradient of input is grad_output itself.

@@ -7,7 +7,6 @@ second kernel adds the parts in order. No atomics: the same bits in every run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def _backward_kernel(
 
 
 def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::bias_gelu``."""
+    activation = GELU_VARIANTS[approximate]
     x = input.contiguous()
     output = torch.empty_like(x)
     if x.numel() == 0:
@@ -90,29 +89,14 @@ def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.
     num_rows = x.numel() // num_cols
     tile = _tile(num_cols)
     tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
+    launch = {"ACTIVATION": activation} | tile | _launch.FOUR_WARPS
     with _launch.device_of(x):
-        _forward_kernel[(tiles,)](
-            x,
-            bias.contiguous(),
-            output,
-            num_rows,
-            num_cols,
-            ACTIVATION=GELU_VARIANTS[approximate],
-            **tile,
-            **_launch.FOUR_WARPS,
-        )
+        _forward_kernel[(tiles,)](x, bias.contiguous(), output, num_rows, num_cols, **launch)
     return output
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; arguments and results are those of ``fusedops::bias_gelu_backward``."""
-    wants_input, wants_bias = output_mask
+def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, input, bias, approximate, (wants_input, wants_bias) = args
     x = input.contiguous()
     dx = torch.empty_like(x) if wants_input else None
     if x.numel() == 0 or not (wants_input or wants_bias):

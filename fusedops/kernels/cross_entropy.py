@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._arguments import LossArguments, LossOptions, of_backward
 from fusedops.kernels._device import LOG2E, exp, reciprocal
-from fusedops.kernels._loss_arguments import CrossEntropy, LossOptions, of_backward
 
 _BLOCK = 4096
 _OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
@@ -247,12 +247,8 @@ def _backward_kernel(
 class Pieces:
     """Sums the rows of logits that come in pieces of the classes.
 
-    Args:
-        target: ``[rows]``, dense.
-        num_classes: of all pieces together.
-        options: the numbers of the loss.
-        several: whether more than one piece will come.
-        all_classes: more, where all pieces together are a part of the classes.
+    ``num_classes`` is that of all pieces together; ``all_classes`` is more where these are a part
+    of the classes. ``several`` is whether more than one piece will come.
     """
 
     def __init__(
@@ -277,84 +273,49 @@ class Pieces:
         if rows == 0:
             return
         _, smoothing, _, softcap = self.options
-        _sums_kernel[(rows,)](
-            logits,
-            self.target,
-            self.loss,
-            self._statistics,
-            *self._state,
-            num_cols,
-            self.num_classes,
-            self._all_classes,
-            first_class,
-            *self.options,
-            CAPPED=softcap > 0.0,
-            SMOOTH=smoothing > 0.0,
-            FIRST=first_class == 0,
-            LAST=first_class + num_cols == self.num_classes,
-            **_sums_launch(num_cols, smooth=smoothing > 0.0, capped=softcap > 0.0),
-        )
+        capped, smooth = softcap > 0.0, smoothing > 0.0
+        tensors = (logits, self.target, self.loss, self._statistics, *self._state)
+        classes = (num_cols, self.num_classes, self._all_classes, first_class)
+        flags = {"CAPPED": capped, "SMOOTH": smooth, "FIRST": first_class == 0}
+        flags["LAST"] = first_class + num_cols == self.num_classes
+        launch = _sums_launch(num_cols, smooth=smooth, capped=capped)
+        _sums_kernel[(rows,)](*tensors, *classes, *self.options, **flags, **launch)
 
     def finish(
         self, shape: Sequence[int], reduction: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return loss, count and statistics as the ops do; ``shape`` is the target's."""
         total, count = self.loss.new_empty(()), self.loss.new_empty(())
-        _total_kernel[(1,)](
-            self.loss,
-            self.target,
-            total,
-            count,
-            self.target.numel(),
-            self.options.ignore_index,
-            BLOCK=_SUM_BLOCK,
-            **_OPTIONS,
-        )
+        tensors = (self.loss, self.target, total, count)
+        numbers = (self.target.numel(), self.options.ignore_index)
+        _total_kernel[(1,)](*tensors, *numbers, BLOCK=_SUM_BLOCK, **_OPTIONS)
         loss = self.loss.view(shape) if reduction == "none" else total
         return loss, count, self._statistics.view(*shape, 2)
 
 
 def logits_gradient(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    statistics: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    first_class: int,
-    num_classes: int,
-    all_classes: int,
-    options: LossOptions,
+    grad_loss: torch.Tensor, logits: torch.Tensor, *others: Any, options: LossOptions
 ) -> None:
-    """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
+    """Write the gradient of a piece of logits ``[rows, classes of the piece]``.
 
-    ``grad_loss`` is one number or ``[rows]``; all are dense; ``out`` may be ``logits``.
+    ``grad_loss`` is one number or ``[rows]``; ``others`` are target, statistics and where the
+    gradient is written, which may be ``logits``, all dense; then how many classes there are, how
+    many all ranks have, and the first one of the piece.
     """
     rows, num_cols = logits.shape
     if rows == 0:
         return
     block = _block(num_cols)
-    _backward_kernel[(rows, triton.cdiv(num_cols, block))](
-        logits,
-        target,
-        statistics,
-        grad_loss,
-        out,
-        1 if grad_loss.dim() == 1 else 0,
-        num_cols,
-        num_classes,
-        all_classes,
-        first_class,
-        *options,
-        CAPPED=options.softcap > 0.0,
-        BLOCK=block,
-        **_options(num_cols),
-    )
+    target, statistics, out, *classes = others
+    tensors = (logits, target, statistics, grad_loss, out)
+    stride = 1 if grad_loss.dim() == 1 else 0
+    launch = {"CAPPED": options.softcap > 0.0, "BLOCK": block} | _options(num_cols)
+    grid = (rows, triton.cdiv(num_cols, block))
+    _backward_kernel[grid](*tensors, stride, num_cols, *classes, *options, **launch)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::cross_entropy``."""
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     x, target = dense_matrix(call.logits), call.target
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), x.shape[1], call.options)
@@ -366,25 +327,16 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> torch.Tensor | None:
-    """Launch the backward; arguments and results are those of ``cross_entropy_backward``."""
-    grad_loss, call, (statistics, count), output_mask = of_backward(CrossEntropy, args)
+    (grad_loss,), call, (statistics, count), output_mask = of_backward(LossArguments, args)
     if not output_mask[0]:
         return None
     x = dense_matrix(call.logits)
-    grad = torch.empty_like(x)
+    grad, classes = torch.empty_like(x), x.shape[1]
     with _launch.device_of(x):
         incoming = row_gradients(grad_loss, call.reduction)
-        logits_gradient(
-            incoming / count if call.reduction == "mean" else incoming,
-            x,
-            call.target.reshape(-1),
-            statistics.contiguous(),
-            grad,
-            first_class=0,
-            num_classes=x.shape[1],
-            all_classes=x.shape[1],
-            options=call.options,
-        )
+        incoming = incoming / count if call.reduction == "mean" else incoming
+        tensors = (incoming, x, call.target.reshape(-1), statistics.contiguous(), grad)
+        logits_gradient(*tensors, classes, classes, 0, options=call.options)
     return grad.view(call.logits.shape)
 
 

@@ -11,11 +11,10 @@ from fusedops.kernels import _glu
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::geglu``."""
     return _glu.forward(gate, up, GELU_VARIANTS[approximate])
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; arguments and results are those of ``fusedops::geglu_backward``."""
     grad_output, gate, up, approximate, output_mask = args
-    return _glu.backward(grad_output, gate, up, output_mask, GELU_VARIANTS[approximate])
+    activation = GELU_VARIANTS[approximate]
+    return _glu.backward(grad_output, gate, up, output_mask, activation=activation)

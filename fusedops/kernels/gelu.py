@@ -37,7 +37,6 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, ACTIVATION: tl.constexpr, BLO
 
 
 def forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::gelu``."""
     x = input.contiguous()
     output = torch.empty_like(x)
     count = x.numel()
@@ -52,7 +51,6 @@ def forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
 def backward(
     grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
 ) -> torch.Tensor | None:
-    """Launch the backward; arguments and result are those of ``fusedops::gelu_backward``."""
     if not output_mask[0]:
         return None
     dy, x = grad_output.contiguous(), input.contiguous()

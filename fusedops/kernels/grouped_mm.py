@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _grouped
-from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
+from fusedops.kernels._arguments import GroupedArguments, of_backward
 from fusedops.kernels.linear_act import activation_gradient
 
 _MAX_GROUPS = 4096
 
 
 def supports(input: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run these arguments, or ``None``."""
     if weight.shape[0] > _MAX_GROUPS:
         return f"at most {_MAX_GROUPS} groups, got {weight.shape[0]}"
     return None
@@ -28,25 +27,23 @@ def supports(input: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
 def supports_backward(
     grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *_: Any
 ) -> str | None:
-    """Return why the kernels cannot run these arguments, or ``None``."""
     return supports(input, weight)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::grouped_mm``."""
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     input, weight, offsets, bias, activation, _ = call
     return _grouped.product(input, weight, offsets, bias, activation, keeps=call.keeps)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::grouped_mm_backward``."""
-    return gradients(*of_backward(GroupedMM, args))
+    (grad,), call, (kept,), output_mask = of_backward(GroupedArguments, args)
+    return gradients(grad, call, kept, output_mask)
 
 
 def gradients(
     grad: torch.Tensor,
-    call: GroupedMM,
+    call: GroupedArguments,
     kept: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None, None),

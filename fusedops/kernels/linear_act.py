@@ -17,18 +17,9 @@ import triton
 import triton.language as tl
 
 from fusedops._core.layouts import as_matrix
-from fusedops.kernels import _launch
+from fusedops.kernels import _launch, _products
 from fusedops.kernels._device import act_both, act_value, split, with_slope
-from fusedops.kernels._products import (
-    bias_tile,
-    blocks_of,
-    group_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import bias_tile, load_weights, sum_of_pointers, tile_of
 
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
 
@@ -138,7 +129,6 @@ def _gradient_kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::linear_act``."""
     input, weight, bias, activation, keep_preactivation = args
     keeps = keep_preactivation and activation != "identity"
     return linear(input, weight, bias, activation, keeps)
@@ -160,34 +150,21 @@ def linear(
     x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = weight.shape[0]
-    blocks, options = blocks_of(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
+    mma_sync = _products.uses_mma_sync(x.device)
+    blocks, options = _products.blocks_of(x.dtype, num_rows, mma_sync=mma_sync)
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
-    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"], x, weight)
+    tma_mode, operands = _products.tma_operands(blocks, blocks["BLOCK_N"], x, weight)
+    tensors = (*operands, _launch.dense(bias, x), kept if keeps else output, output)
+    sizes = (num_rows, num_cols, depth, *x.stride(), *weight.stride())
+    flags = {"HAS_BIAS": bias is not None, "KEEPS": keeps, "ACTIVATION": activation}
+    flags |= {"PRECISION": _launch.precision(input.dtype), "TMA_MODE": tma_mode}
+    flags |= {"GROUP_M": _products.group_of(num_rows, blocks)}
     with _launch.device_of(x):
-        _forward_kernel[(tiles,)](
-            *operands,
-            _launch.dense(bias, x),
-            kept if keeps else output,
-            output,
-            num_rows,
-            num_cols,
-            depth,
-            *x.stride(),
-            *weight.stride(),
-            HAS_BIAS=bias is not None,
-            KEEPS=keeps,
-            ACTIVATION=activation,
-            PRECISION=_launch.precision(input.dtype),
-            TMA_MODE=tma_mode,
-            GROUP_M=group_of(num_rows, blocks),
-            **blocks,
-            **options,
-        )
+        _forward_kernel[(tiles,)](*tensors, *sizes, **flags, **blocks, **options)
     return output, kept
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::linear_act_backward``."""
     grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
     dy = as_matrix(grad_output.contiguous())
     wants_product = output_mask[0] or output_mask[1]
@@ -215,13 +192,8 @@ def activation_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dy * act'(kept)``, ``act(kept)`` and the column sums of the first, in one pass.
 
-    Args:
-        dy: ``[rows, columns]``, dense.
-        kept: the pre-activation, of as many elements, dense; not read for the identity alone.
-        activation: its name.
-        wants_grad: for the identity the gradient is ``dy`` itself, and nothing is written.
-        wants_bias: whether to return the column sums.
-        wants_hidden: whether to return ``act(kept)``.
+    Both matrices are dense. For the identity the gradient is ``dy`` itself, and ``kept``, the
+    pre-activation, is only read for ``act(kept)``.
     """
     num_rows, num_cols = dy.shape
     writes_grad = wants_grad and activation != "identity"

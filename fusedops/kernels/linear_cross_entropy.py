@@ -13,24 +13,17 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _launch
-from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
+from fusedops.kernels._arguments import LinearLossArguments, of_backward
 from fusedops.kernels.cross_entropy import Pieces, dense_matrix, logits_gradient, row_gradients
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::linear_cross_entropy``."""
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     x, shape, num_classes = dense_matrix(call.hidden), call.target.shape, call.weight.shape[0]
     chunk_size = num_classes if call.keep_logits else call.chunk_size
-    several = num_classes > chunk_size
+    form: dict[str, Any] = {"several": num_classes > chunk_size, "all_classes": call.num_classes}
     with _launch.device_of(x):
-        pieces = Pieces(
-            call.target.reshape(-1),
-            num_classes,
-            call.options,
-            several=several,
-            all_classes=call.num_classes,
-        )
+        pieces = Pieces(call.target.reshape(-1), num_classes, call.options, **form)
         for chunk in _chunks(num_classes, chunk_size):
             logits = _logits(x, call.weight, call.bias, chunk)
             pieces.add(logits, chunk.start)
@@ -39,8 +32,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
-    grad_loss, call, (statistics, kept), output_mask = of_backward(LinearCrossEntropy, args)
+    (grad_loss,), call, (statistics, kept), output_mask = of_backward(LinearLossArguments, args)
     hidden, weight = call.hidden, call.weight
     x, num_classes = dense_matrix(hidden), weight.shape[0]
     grad_hidden: torch.Tensor | None = None
@@ -54,17 +46,9 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
             else:
                 logits = _logits(x, weight, call.bias, chunk)
             grad = logits if x.dtype == torch.float32 else torch.empty_like(logits, dtype=x.dtype)
-            logits_gradient(
-                grad_rows,
-                logits,
-                call.target.reshape(-1),
-                statistics.contiguous(),
-                grad,
-                first_class=chunk.start,
-                num_classes=num_classes,
-                all_classes=call.num_classes,
-                options=call.options,
-            )
+            tensors = (grad_rows, logits, call.target.reshape(-1), statistics.contiguous(), grad)
+            classes = (num_classes, call.num_classes, chunk.start)
+            logits_gradient(*tensors, *classes, options=call.options)
             if output_mask[0]:
                 grad_hidden = _product(grad, weight[chunk], add=grad_hidden)
             if output_mask[1]:

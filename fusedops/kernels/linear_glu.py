@@ -4,8 +4,8 @@ Forward: half of a program's tile is the gate and half the other product, of the
 columns, and the input is read once; sums are float32. The only other results written
 are the two pre-activations, if they are saved.
 
-Backward: one pass makes the gradients of both pre-activations. The products are then plain and go
-to torch's own matmul (cuBLAS); the second of the input's gradient accumulates on the first.
+Backward: swiglu's pass makes the gradients of both pre-activations. The products are then plain and
+go to torch's own matmul (cuBLAS); the second of the input's gradient accumulates on the first.
 """
 
 from __future__ import annotations
@@ -17,20 +17,10 @@ import triton
 import triton.language as tl
 
 from fusedops._core.layouts import as_matrix
-from fusedops.kernels import _launch
-from fusedops.kernels._device import act_both, act_value, split, with_slope
-from fusedops.kernels._products import (
-    blocks_of,
-    group_of,
-    load_weights,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels import _glu, _launch, _products
+from fusedops.kernels._device import act_value, split
+from fusedops.kernels._products import load_weights, tile_of
 from fusedops.kernels.linear_act import weight_gradient
-
-_GRADIENT_BLOCK = {"BLOCK": 1024}
-_GRADIENT_LAUNCH = _GRADIENT_BLOCK | _launch.FOUR_WARPS
 
 
 @triton.jit
@@ -108,42 +98,8 @@ def _forward_kernel(
         tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _gradient_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    numel,
-    ACTIVATION: tl.constexpr,
-    WANTS_GATE: tl.constexpr,
-    WANTS_UP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    offset = first + tl.arange(0, BLOCK)
-    mask = offset < numel
-    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    value, slope = act_both(gate, ACTIVATION, dy_ptr.dtype.element_ty)
-    if WANTS_GATE:
-        up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        dgate = with_slope(dy * up, slope, gate, ACTIVATION)
-        tl.store(dgate_ptr + offset, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    if WANTS_UP:
-        dup = dy * value
-        tl.store(dup_ptr + offset, dup.to(dup_ptr.dtype.element_ty), mask=mask)
-
-
-def forward(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::linear_glu``."""
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input, gate_weight, up_weight, activation, keep_preactivations = args
     shape = (*input.shape[:-1], gate_weight.shape[0])
     kept = shape if keep_preactivations else (0,)
     output, gate, up = input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
@@ -154,48 +110,31 @@ def forward(
     x = as_matrix(input)
     num_rows, depth = x.shape
     num_cols = gate_weight.shape[0]
-    blocks, options = _blocks(x.dtype, num_rows, mma_sync=uses_mma_sync(x.device))
+    blocks, options = _blocks(x.dtype, num_rows, mma_sync=_products.uses_mma_sync(x.device))
     col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
-    tma_mode, operands = tma_operands(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
+    columns = blocks["BLOCK_N"] // 2
+    tma_mode, operands = _products.tma_operands(blocks, columns, x, gate_weight, up_weight)
+    targets = (gate, up, output) if keep_preactivations else (output, output, output)
+    sizes = (num_rows, num_cols, depth, *x.stride(), *gate_weight.stride())
+    flags = {"KEEPS": keep_preactivations, "ACTIVATION": activation, "TMA_MODE": tma_mode}
+    flags |= {"PRECISION": _launch.precision(input.dtype)}
+    flags |= {"GROUP_M": _products.group_of(num_rows, blocks)}
     with _launch.device_of(x):
-        _forward_kernel[(tiles,)](
-            *operands,
-            gate if keep_preactivations else output,
-            up if keep_preactivations else output,
-            output,
-            num_rows,
-            num_cols,
-            depth,
-            *x.stride(),
-            *gate_weight.stride(),
-            KEEPS=keep_preactivations,
-            ACTIVATION=activation,
-            PRECISION=_launch.precision(input.dtype),
-            TMA_MODE=tma_mode,
-            GROUP_M=group_of(num_rows, blocks),
-            **blocks,
-            **options,
-        )
+        _forward_kernel[(tiles,)](*operands, *targets, *sizes, **flags, **blocks, **options)
     return output, gate, up
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::linear_glu_backward``."""
     grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
     if gate.numel() != grad_output.numel():
         _, gate, up = forward(input, gate_weight, up_weight, activation, True)
     dy, x = as_matrix(grad_output.contiguous()), as_matrix(input)
     wants_input, wants_gate_weight, wants_up_weight = output_mask
-    wants_gate, wants_up = wants_input or wants_gate_weight, wants_input or wants_up_weight
-    dgate = torch.empty_like(dy) if wants_gate else dy
-    dup = torch.empty_like(dy) if wants_up else dy
-    if dy.numel() > 0:
-        flags = {"ACTIVATION": activation, "WANTS_GATE": wants_gate, "WANTS_UP": wants_up}
-        with _launch.device_of(dy):
-            _gradient_kernel[(triton.cdiv(dy.numel(), _GRADIENT_BLOCK["BLOCK"]),)](
-                dy, gate, up, dgate, dup, dy.numel(), **flags, **_GRADIENT_LAUNCH
-            )
+    wanted = (wants_input or wants_gate_weight, wants_input or wants_up_weight)
+    matrices = (gate.reshape(dy.shape), up.reshape(dy.shape))
+    gradients: Any = _glu.backward(dy, *matrices, wanted, activation=activation)
+    dgate, dup = gradients
     grad_input = None
     if wants_input:
         grad_input = torch.addmm(dgate @ gate_weight, dup, up_weight).reshape(input.shape)
@@ -212,7 +151,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, *, mma_sync: bool) -> _launch.Til
     That is float32 in steps of 32, and with ``mma_sync`` two sums of 128 x 128, and float32 with
     three stages (Triton 3.8).
     """
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if dtype == torch.float32:
         return blocks | {"BLOCK_K": 16}, options | ({"num_stages": 2} if mma_sync else {})
     if mma_sync and num_rows > 64:

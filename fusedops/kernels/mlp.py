@@ -17,7 +17,6 @@ from fusedops.kernels.linear_act import activation_gradient, linear, weight_grad
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::mlp``."""
     input, w1, b1, w2, b2, activation, keep_preactivation = args
     keeps = keep_preactivation and activation != "identity"
     hidden, kept = linear(input, w1, b1, activation, keeps)
@@ -26,7 +25,6 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::mlp_backward``."""
     grad_output, input, w1, b1, w2, b2, preactivation, activation, _, output_mask = args
     dy = as_matrix(grad_output.contiguous())
     x = as_matrix(input)
@@ -35,14 +33,9 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         kept = preactivation
         if kept.numel() == 0:
             kept, _ = linear(input, w1, b1, "identity", False)
-        dz, hidden, grad_b1 = activation_gradient(
-            dy @ w2,
-            kept,
-            activation,
-            wants_grad=output_mask[0] or output_mask[1],
-            wants_bias=output_mask[2],
-            wants_hidden=output_mask[3],
-        )
+        wants = {"wants_grad": output_mask[0] or output_mask[1], "wants_bias": output_mask[2]}
+        wants["wants_hidden"] = output_mask[3]
+        dz, hidden, grad_b1 = activation_gradient(dy @ w2, kept, activation, **wants)
         if output_mask[3]:
             assert hidden is not None
             grad_w2 = weight_gradient(dy, hidden, w2)

@@ -19,20 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _grouped, _launch, _moe_rows
+from fusedops.kernels import _grouped, _launch, _moe_rows, _products
+from fusedops.kernels._arguments import MoeArguments, of_backward
 from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
 from fusedops.kernels._grouped import find_group
-from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
-from fusedops.kernels._products import (
-    GROUP_M,
-    bias_tile,
-    blocks_of,
-    load_weights,
-    sum_of_pointers,
-    tile_of,
-    tma_operands,
-    uses_mma_sync,
-)
+from fusedops.kernels._products import GROUP_M, bias_tile, load_weights, sum_of_pointers, tile_of
 from fusedops.kernels.grouped_mm import supports as _supports_groups
 
 _PASS_BLOCK = {"BLOCK": 512}
@@ -293,20 +284,17 @@ def _pass_kernel(
 
 
 def supports(*args: Any) -> str | None:
-    """Return why the kernels cannot run these arguments, or ``None``."""
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     return _supports_groups(call.input, call.w1)
 
 
 def supports_backward(*args: Any) -> str | None:
-    """Return why the kernels cannot run these arguments, or ``None``."""
-    _, call, _, _ = of_backward(MoeMLP, args)
+    _, call, _, _ = of_backward(MoeArguments, args)
     return supports(*call)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::moe_mlp``."""
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     input, probs, permutation, positions, offsets, w1, w2, b1, b2, *_ = call
     gate = _gate(call)
     tokens, scale = _rows_of(probs, permutation)
@@ -318,52 +306,35 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
         rows_per_group = num_rows // num_groups
-        mma_sync = uses_mma_sync(input.device)
+        mma_sync = _products.uses_mma_sync(input.device)
         blocks, options = _blocks(input.dtype, rows_per_group, gate, mma_sync=mma_sync)
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
-        tma_mode, (_, weight) = tma_operands(blocks, columns, input, w1.mT, gathers=True)
+        tma_mode, (_, weight) = _products.tma_operands(blocks, columns, input, w1.mT, gathers=True)
+        operands = (input, tokens, scale, w1 if tma_mode == "none" else weight)
+        tensors = (*operands, _launch.dense(b1, input), offsets.contiguous())
+        targets = (kept if call.keep_preactivation else hidden, hidden)
+        sizes = (num_rows, row_tiles, num_groups, width, inner, input.shape[1])
+        strides = (*input.stride(), *w1.stride())
+        flags = {"HAS_BIAS": b1 is not None, "KEEPS": call.keep_preactivation, "GATE": gate}
+        flags |= {"ACTIVATION": call.activation, "PRECISION": _launch.precision(input.dtype)}
+        flags |= {"TMA_MODE": tma_mode, "GROUPS": _grouped.groups_block(num_groups)}
         with _launch.device_of(input):
             _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
-                input,
-                tokens,
-                scale,
-                w1 if tma_mode == "none" else weight,
-                _launch.dense(b1, input),
-                offsets.contiguous(),
-                kept if call.keep_preactivation else hidden,
-                hidden,
-                num_rows,
-                row_tiles,
-                num_groups,
-                width,
-                inner,
-                input.shape[1],
-                *input.stride(),
-                *w1.stride(),
-                HAS_BIAS=b1 is not None,
-                KEEPS=call.keep_preactivation,
-                GATE=gate,
-                ACTIVATION=call.activation,
-                PRECISION=_launch.precision(input.dtype),
-                TMA_MODE=tma_mode,
-                GROUPS=_grouped.groups_block(num_groups),
-                GROUP_M=GROUP_M,
-                **blocks,
-                **options,
+                *tensors, *targets, *sizes, *strides, **flags, GROUP_M=GROUP_M, **blocks, **options
             )
     output, _ = _grouped.product(hidden, w2, offsets, b2, scale=scale)
     return _moe_rows.combine(output, None, positions, offsets), kept
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """Launch the backward; arguments and results are those of ``fusedops::moe_mlp_backward``."""
-    return gradients(*of_backward(MoeMLP, args))
+    (grad,), call, (preactivation,), output_mask = of_backward(MoeArguments, args)
+    return gradients(grad, call, preactivation, output_mask)
 
 
 def gradients(
     grad_output: torch.Tensor,
-    call: MoeMLP,
+    call: MoeArguments,
     preactivation: torch.Tensor,
     output_mask: Sequence[bool],
     into: Sequence[torch.Tensor | None] = (None,) * 4,
@@ -387,32 +358,16 @@ def gradients(
         hidden = kept.new_empty(d.shape) if wants_w2 else kept
         dprobs = probs.new_empty(probs.shape) if wants_probs else None
         if num_rows > 0:
+            lists = (permutation.contiguous(), tokens, offsets.contiguous())
+            tensors = (d, kept, scale, *lists, dy, _launch.dense(b2, dy))
+            targets = (dz, hidden, scale if dprobs is None else dprobs)
+            sizes = (w1.shape[0], width, inner, dy.shape[1])
+            flags = {"GATE": _gate(call), "ACTIVATION": call.activation, "HAS_B2": b2 is not None}
+            flags |= {"WANTS_GRAD": wants_grad, "WANTS_HIDDEN": wants_w2}
+            flags |= {"WANTS_PROBS": wants_probs, "GROUPS": _grouped.groups_block(w1.shape[0])}
             with _launch.device_of(dy):
                 _pass_kernel[(num_rows,)](
-                    d,
-                    kept,
-                    scale,
-                    permutation.contiguous(),
-                    tokens,
-                    offsets.contiguous(),
-                    dy,
-                    _launch.dense(b2, dy),
-                    dz,
-                    hidden,
-                    scale if dprobs is None else dprobs,
-                    w1.shape[0],
-                    width,
-                    inner,
-                    dy.shape[1],
-                    GATE=_gate(call),
-                    ACTIVATION=call.activation,
-                    WANTS_GRAD=wants_grad,
-                    WANTS_HIDDEN=wants_w2,
-                    WANTS_PROBS=wants_probs,
-                    HAS_B2=b2 is not None,
-                    GROUPS=_grouped.groups_block(w1.shape[0]),
-                    **_PASS_BLOCK,
-                    **_launch.FOUR_WARPS,
+                    *tensors, *targets, *sizes, **flags, **_PASS_BLOCK, **_launch.FOUR_WARPS
                 )
         if wants_w2:
             dw2 = _grouped.weight_gradient(hidden, dy, offsets, w2, into=into_w2, dy_rows=tokens)
@@ -441,7 +396,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, mma_sync: bool) -> 
     With three stages of 128 x 128 two blocks fit a multiprocessor. With ``mma_sync`` float32 with
     three stages spills under Triton 3.6 in one part, and under 3.9 in four.
     """
-    blocks, options = blocks_of(dtype, num_rows, mma_sync=mma_sync)
+    blocks, options = _products.blocks_of(dtype, num_rows, mma_sync=mma_sync)
     if blocks["EPILOGUE_PARTS"] > 1 and gate != "none":
         blocks = blocks | {"EPILOGUE_PARTS": 4}  # of half the columns
     if gate == "pairs" and dtype != torch.float32:
@@ -453,7 +408,7 @@ def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, mma_sync: bool) -> 
     return blocks, options
 
 
-def _gate(call: MoeMLP) -> str:
+def _gate(call: MoeArguments) -> str:
     if not call.gated:
         return "none"
     return "pairs" if call.interleaved else "halves"

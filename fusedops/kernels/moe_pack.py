@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fusedops._core import dtypes
 from fusedops.kernels import _launch
-from fusedops.kernels._moe_arguments import PackArguments
+from fusedops.kernels._arguments import PackArguments
 
 _MAX_BLOCK = 2048
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -131,13 +131,11 @@ def _pack_kernel(
 
 
 def supports(*args: Any) -> str | None:
-    """Return why the kernel cannot run, or ``None``."""
     probs = PackArguments(*args).probs
     return "it packs float32 probabilities" if probs.dtype != torch.float32 else None
 
 
 def forward(*args: Any) -> torch.Tensor:
-    """Launch the kernel; arguments and result are those of ``fusedops::moe_pack``."""
     call = PackArguments(*args)
     input, probs, expert_ids, index, num_rows, span, quantized, layout = call
     rows = call.rows
@@ -150,31 +148,15 @@ def forward(*args: Any) -> torch.Tensor:
     top_k = probs.shape[1]
     bits = dtypes.bits(probs, torch.int32)
     block = min(_MAX_BLOCK, triton.next_power_of_2(num_cols))
+    given = (_launch.dense(tensor, bits) for tensor in (expert_ids, index, num_rows))
+    views = (payload, payload.view(integer), payload.view(torch.int32))
+    tensors = (x if quantized else x.view(integer), bits, *given, *views)
+    data_bytes = num_cols * (1 if quantized else input.element_size())
+    sizes = (num_tokens, num_cols, top_k, span, x.stride(0), data_bytes)
+    flags = {"HAS_IDS": expert_ids is not None, "HAS_INDEX": index is not None}
+    flags |= {"HAS_COUNT": num_rows is not None, "HAS_SPAN": span > 0, "QUANTIZED": quantized}
+    blocks = {"BLOCK_K": max(1, triton.next_power_of_2(top_k)), "BLOCK_N": block}
+    blocks |= {"ELEMENT_BYTES": input.element_size()} | _launch.row_options(block)
     with _launch.device_of(input):
-        _pack_kernel[(rows,)](
-            x if quantized else x.view(integer),
-            bits,
-            _launch.dense(expert_ids, bits),
-            _launch.dense(index, bits),
-            _launch.dense(num_rows, bits),
-            payload,
-            payload.view(integer),
-            payload.view(torch.int32),
-            num_tokens,
-            num_cols,
-            top_k,
-            span,
-            x.stride(0),
-            num_cols * (1 if quantized else input.element_size()),
-            *layout,
-            HAS_IDS=expert_ids is not None,
-            HAS_INDEX=index is not None,
-            HAS_COUNT=num_rows is not None,
-            HAS_SPAN=span > 0,
-            QUANTIZED=quantized,
-            ELEMENT_BYTES=input.element_size(),
-            BLOCK_K=max(1, triton.next_power_of_2(top_k)),
-            BLOCK_N=block,
-            **_launch.row_options(block),
-        )
+        _pack_kernel[(rows,)](*tensors, *sizes, *layout, **flags, **blocks)
     return payload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,11 +11,6 @@ from fusedops.kernels import _moe_rows
 forward = _moe_rows.scatter
 
 
-def backward(
-    grad_output: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
-    """Launch the backward; as ``fusedops::moe_permute_backward``."""
+def backward(*args: Any) -> torch.Tensor | None:
+    grad_output, positions, offsets, output_mask = args
     return _moe_rows.combine(grad_output, None, positions, offsets) if output_mask[0] else None

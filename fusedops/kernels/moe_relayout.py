@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +25,6 @@ def _gather_kernel(x_ptr, y_ptr, index_ptr, stride_x, num_cols, BLOCK: tl.conste
 
 
 def forward(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::moe_relayout``."""
     x = _moe_rows.with_dense_rows(input)
     num_rows, num_cols = index.shape[0], x.shape[1]
     output = x.new_empty(num_rows, num_cols)
@@ -38,11 +37,6 @@ def forward(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> 
     return output
 
 
-def backward(
-    grad_output: torch.Tensor,
-    index: torch.Tensor,
-    inverse: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
-    """Launch the backward: the gather by the inverse."""
+def backward(*args: Any) -> torch.Tensor | None:
+    grad_output, index, inverse, output_mask = args
     return forward(grad_output, inverse, index) if output_mask[0] else None

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._arguments import RouteOptions
 from fusedops.kernels._device import PHILOX_ROUNDS
-from fusedops.kernels._moe_arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
 
 MAX_EXPERTS = 4096
@@ -318,7 +318,6 @@ def _tile(num_experts: int, top_k: int) -> _launch.Tiling:
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward, arguments and results those of ``fusedops::moe_route``."""
     logits, bias, seed, chosen, chosen_kept, *numbers = args
     options = RouteOptions(*numbers)
     x = logits.contiguous()
@@ -333,31 +332,15 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     choice = "given" if chosen is not None else "all" if every else "best"
     groups = options.topk_groups < options.num_groups and choice == "best"
     blocks, launch = _tile(num_experts, slots)
+    added = x if bias is None else bias.float().contiguous()
+    tensors = (x, added, _launch.dense(seed, x), _launch.dense(chosen, ids), ids, probs)
+    sizes = (num_tokens, num_experts, slots, options.num_groups, options.topk_groups)
+    flags = _flags(options, seed) | {"BIAS": bias is not None, "GROUPS": groups, "CHOICE": choice}
+    flags["TOP2"] = options.group_score == "top2_sum"
+    flags["BLOCK_G"] = max(2, triton.next_power_of_2(options.num_groups)) if groups else 2
     with _launch.device_of(x):
         _forward_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-            x,
-            x if bias is None else bias.float().contiguous(),
-            _launch.dense(seed, x),
-            _launch.dense(chosen, ids),
-            ids,
-            probs,
-            num_tokens,
-            num_experts,
-            slots,
-            options.num_groups,
-            options.topk_groups,
-            options.scaling,
-            options.jitter,
-            SIGMOID=options.score == "sigmoid",
-            NORMALIZE=options.normalize,
-            BIAS=bias is not None,
-            GROUPS=groups,
-            TOP2=options.group_score == "top2_sum",
-            CHOICE=choice,
-            JITTER=seed is not None,
-            BLOCK_G=max(2, triton.next_power_of_2(options.num_groups)) if groups else 2,
-            **blocks,
-            **launch,
+            *tensors, *sizes, options.scaling, options.jitter, **flags, **blocks, **launch
         )
     if options.capacity < 0:
         return probs, ids, kept
@@ -369,9 +352,8 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def backward(*args: Any) -> torch.Tensor | None:
-    """Launch the backward, arguments and result those of ``fusedops::moe_route_backward``."""
-    grad_probs, logits, seed, expert_ids, kept, *numbers, output_mask = args
-    options = RouteOptions(*numbers)
+    grad_probs, logits, seed, expert_ids, kept, *rule, output_mask = args
+    options = RouteOptions(*rule)
     if not output_mask[0]:
         return None
     x = logits.contiguous()
@@ -381,31 +363,24 @@ def backward(*args: Any) -> torch.Tensor | None:
     num_tokens, num_experts = x.shape
     slots = expert_ids.shape[1]
     blocks, launch = _tile(num_experts, slots)
+    mask = kept.contiguous().view(torch.uint8) if options.capacity >= 0 else expert_ids
+    ids, grad = expert_ids.contiguous(), grad_probs.float().contiguous()
+    tensors = (grad, x, _launch.dense(seed, x), ids, mask, dx)
+    numbers = (num_tokens, num_experts, slots, options.scaling, options.jitter)
+    flags = _flags(options, seed) | {"KEPT": options.capacity >= 0}
     with _launch.device_of(x):
         _backward_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-            grad_probs.float().contiguous(),
-            x,
-            _launch.dense(seed, x),
-            expert_ids.contiguous(),
-            kept.contiguous().view(torch.uint8) if options.capacity >= 0 else expert_ids,
-            dx,
-            num_tokens,
-            num_experts,
-            slots,
-            options.scaling,
-            options.jitter,
-            SIGMOID=options.score == "sigmoid",
-            NORMALIZE=options.normalize,
-            KEPT=options.capacity >= 0,
-            JITTER=seed is not None,
-            **blocks,
-            **launch,
+            *tensors, *numbers, **flags, **blocks, **launch
         )
     return dx
 
 
+def _flags(options: RouteOptions, seed: torch.Tensor | None) -> dict[str, Any]:
+    sigmoid = options.score == "sigmoid"
+    return {"SIGMOID": sigmoid, "NORMALIZE": options.normalize, "JITTER": seed is not None}
+
+
 def supports(logits: torch.Tensor, *args: Any) -> str | None:
-    """Return why Triton cannot run on these logits, or ``None``."""
     if logits.dtype == torch.float64:
         return "Triton's kernels take float32, bfloat16 and float16"
     if logits.shape[1] > MAX_EXPERTS:

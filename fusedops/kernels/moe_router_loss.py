@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._moe_arguments import RouterLossArguments
+from fusedops.kernels._arguments import RouterLossArguments
 from fusedops.kernels.moe_route import relative_sigmoid
 from fusedops.kernels.moe_route import supports as supports
 
@@ -179,7 +179,6 @@ def _of(call: RouterLossArguments) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def forward(*args: Any) -> torch.Tensor:
-    """Launch the forward, arguments and result those of ``fusedops::moe_router_loss``."""
     data, constants = _of(RouterLossArguments(*args))
     x = data["x_ptr"]
     programs = triton.cdiv(x.shape[0], constants["BLOCK_T"])
@@ -191,7 +190,6 @@ def forward(*args: Any) -> torch.Tensor:
 
 
 def backward(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    """Launch the backward, arguments and result those of ``moe_router_loss_backward``."""
     *inputs, output_mask = args
     if not output_mask[0]:
         return None

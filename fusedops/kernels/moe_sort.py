@@ -113,7 +113,6 @@ def _place_kernel(
 def forward(
     expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the op; arguments and results are those of ``fusedops::moe_sort``."""
     ids = expert_ids.contiguous()
     slots = ids.numel()
     permutation = ids.new_empty(slots, dtype=torch.int32)

@@ -31,22 +31,15 @@ def _unpack_kernel(bytes_ptr, words_ptr, y_ptr, num_cols, scale_at, stride, BLOC
 
 
 def forward(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
-    """Launch the kernel; arguments and result are those of ``fusedops::moe_unpack``."""
     packed = payload.contiguous()
     num_cols = like.shape[-1]
     rows = like.new_empty((packed.shape[0], num_cols))
     if rows.numel() == 0:
         return rows
     block = min(_MAX_BLOCK, triton.next_power_of_2(num_cols))
+    tensors = (packed, dtypes.bits(packed, torch.int32), rows)
     with _launch.device_of(packed):
         _unpack_kernel[(packed.shape[0],)](
-            packed,
-            dtypes.bits(packed, torch.int32),
-            rows,
-            num_cols,
-            layout[2],
-            layout[3],
-            BLOCK_N=block,
-            **_launch.row_options(block),
+            *tensors, num_cols, *layout[2:], BLOCK_N=block, **_launch.row_options(block)
         )
     return rows

@@ -7,7 +7,7 @@ gradient in registers. Unweighted it is ``_moe_rows.scatter``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -59,15 +59,8 @@ def _backward_kernel(
 forward = _moe_rows.combine
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; as ``fusedops::moe_unpermute_backward``."""
+def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, input, probs, positions, offsets, output_mask = args
     if probs is None:
         needed = output_mask[0]
         return _moe_rows.scatter(grad_output, positions, offsets) if needed else None, None

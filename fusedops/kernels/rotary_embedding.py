@@ -164,19 +164,16 @@ def _kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the forward; arguments and results are those of ``fusedops::rotary_embedding``."""
     return _launch_on(*args, inverse=False)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward, arguments and results those of ``rotary_embedding_backward``."""
     *grads, cos, sin, interleaved, output_mask = args
     query, key = (grad if needed else None for grad, needed in zip(grads, output_mask, strict=True))
     return _launch_on(query, key, cos, sin, interleaved, inverse=True)
 
 
 def supports(*args: Any) -> str | None:
-    """Return why the kernel cannot run these arguments, or ``None``."""
     heads = next(tensor for tensor in args if tensor is not None)
     return f"head_dim {heads.shape[-1]} is above 2048" if heads.shape[-1] > 2048 else None
 
@@ -184,15 +181,8 @@ def supports(*args: Any) -> str | None:
 supports_backward = supports
 
 
-def _launch_on(
-    query: torch.Tensor | None,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    *,
-    inverse: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _launch_on(*args: Any, inverse: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    query, key, cos, sin, interleaved = args
     inputs = [None if x is None else _with_dense_rows(x) for x in (query, key)]
     outputs = [None if x is None else torch.empty_like(x) for x in inputs]
     nonempty = [x for x in inputs if x is not None and x.numel() > 0]

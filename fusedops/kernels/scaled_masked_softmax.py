@@ -223,7 +223,6 @@ def _backward_mask_kernel(
 def forward(
     input: torch.Tensor, mask: torch.Tensor | None, scale: float, is_causal: bool
 ) -> torch.Tensor:
-    """Launch the forward, arguments and result those of ``fusedops::scaled_masked_softmax``."""
     x = input.contiguous()
     output = torch.empty_like(x)
     if x.numel() == 0:
@@ -251,13 +250,8 @@ def forward(
     form = {"MASK": kind, "MASK_COL": mask_col, "CAUSAL": is_causal}
     with _launch.device_of(x):
         if num_cols > _MAX_BLOCK:
-            _forward_long_kernel[(num_rows,)](
-                *tensors,
-                *arguments,
-                **form,
-                BLOCK_N=_LONG_BLOCK,
-                **_launch.row_options(_LONG_BLOCK),
-            )
+            launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
+            _forward_long_kernel[(num_rows,)](*tensors, *arguments, **form, **launch)
         else:
             tile, options = _tile(num_cols)
             _forward_kernel[(triton.cdiv(num_rows, tile["BLOCK_M"]),)](
@@ -266,16 +260,8 @@ def forward(
     return output
 
 
-def backward(
-    grad_output: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward, arguments and results those of ``scaled_masked_softmax_backward``."""
-    wants_input, wants_mask = output_mask
+def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, mask, output, scale, _, (wants_input, wants_mask) = args
     y = output.contiguous()
     dx = torch.empty_like(y) if wants_input else None
     if y.numel() == 0 or not (wants_input or wants_mask):

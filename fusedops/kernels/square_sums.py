@@ -74,20 +74,13 @@ class SumsLaunch:
         with _launch.guard(sums.device):
             table, blocks = self.table.on_device()
             parts = torch.empty(len(blocks), dtype=torch.float64, device=sums.device)
+            launch = {"COLUMNS": _COLUMNS, "BLOCK": BLOCK} | _launch.FOUR_WARPS
             if len(blocks) > 0:
+                of_dtype = _pointer_table.of_dtype(self.dtype, sums.device)
                 _parts_kernel[(len(blocks),)](
-                    table,
-                    blocks,
-                    parts,
-                    _pointer_table.of_dtype(self.dtype, sums.device),
-                    VECTORIZES=self.vectorizes,
-                    COLUMNS=_COLUMNS,
-                    BLOCK=BLOCK,
-                    **_launch.FOUR_WARPS,
+                    table, blocks, parts, of_dtype, VECTORIZES=self.vectorizes, **launch
                 )
-            _sums_kernel[(len(table),)](
-                table, parts, sums, COLUMNS=_COLUMNS, BLOCK=BLOCK, **_launch.FOUR_WARPS
-            )
+            _sums_kernel[(len(table),)](table, parts, sums, **launch)
 
 
 def launches(inputs: Sequence[torch.Tensor]) -> list[SumsLaunch]:
@@ -108,7 +101,6 @@ def launches(inputs: Sequence[torch.Tensor]) -> list[SumsLaunch]:
 
 
 def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Launch it; argument and result are those of ``fusedops::square_sums``."""
     dense = [tensor.contiguous() for tensor in inputs]
     sums = torch.empty(len(inputs), dtype=torch.float64, device=inputs[0].device)
     for launch in launches(dense):

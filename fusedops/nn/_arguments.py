@@ -9,6 +9,18 @@ import torch
 from fusedops._core import checks
 
 
+def values_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def shown(module: torch.nn.Module, *names: str) -> str:
+    """Return arguments as ``extra_repr`` shows them; ``bias`` is whether there is one."""
+    values = values_of(module, *names)
+    if "bias" in values:
+        values["bias"] = values["bias"] is not None
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
 def check_flags(module: str, **flags: Any) -> None:
     """Raise unless each of the named arguments is a bool."""
     for name, value in flags.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops._core import checks
@@ -57,17 +59,9 @@ class AddLayerNorm(LayerNorm):
 
         ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
-        return add_layer_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            dropout_p=self.dropout_p,
-            training=self.training,
-            seed=seed,
-        )
+        norm = (self.normalized_shape, self.weight, self.bias, self.eps)
+        drop: dict[str, Any] = {"dropout_p": self.dropout_p, "training": self.training}
+        return add_layer_norm(input, residual, *norm, **drop, seed=seed)
 
     def extra_repr(self) -> str:
         """Return torch's line and the dropout probability."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops._core import checks
@@ -48,15 +50,8 @@ class AddRMSNorm(RMSNorm):
         dropout_p: float = 0.0,
     ) -> None:
         checks.probability(type(self).__name__, "dropout_p", dropout_p)
-        super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            device,
-            dtype,
-            weight_offset=weight_offset,
-            rounding=rounding,
-        )
+        options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding}
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
         self.dropout_p = dropout_p
 
     def forward(  # type: ignore[override]
@@ -66,18 +61,10 @@ class AddRMSNorm(RMSNorm):
 
         ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
-        return add_rms_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            weight_offset=self.weight_offset,
-            rounding=self.rounding,
-            dropout_p=self.dropout_p,
-            training=self.training,
-            seed=seed,
-        )
+        norm = (self.normalized_shape, self.weight, self.eps)
+        options: dict[str, Any] = {"weight_offset": self.weight_offset, "rounding": self.rounding}
+        options |= {"dropout_p": self.dropout_p, "training": self.training, "seed": seed}
+        return add_rms_norm(input, residual, *norm, **options)
 
     def extra_repr(self) -> str:
         """Return the line of ``RMSNorm`` and the dropout probability."""

@@ -6,8 +6,11 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops.nn._arguments import shown, values_of
 from fusedops.ops._cross_entropy_math import check_options
 from fusedops.ops.cross_entropy import cross_entropy
+
+_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -75,15 +78,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if target.is_floating_point():
             checks.shape("CrossEntropyLoss", "target", target, input.shape, "of probabilities")
         if self.weight is None and input.dim() <= 2 and target.dtype == torch.int64:
-            return cross_entropy(
-                input,
-                target,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-                z_loss=self.z_loss,
-                softcap=self.softcap,
-                reduction=self.reduction,
-            )
+            return cross_entropy(input, target, **values_of(self, *_OPTIONS))
         if self.z_loss or self.softcap is not None:
             expected = "logits [N, C] or [C] with class indices, for z_loss or softcap"
             got = f"{list(input.shape)} with {target.dtype} targets"
@@ -92,7 +87,4 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         """Return the options."""
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, softcap={self.softcap}"
-        )
+        return shown(self, *_OPTIONS)

@@ -7,7 +7,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
-from fusedops.nn._arguments import check_flags, check_place, check_sizes
+from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import LinearAct
 from fusedops.ops.linear_glu import linear_glu
 
@@ -78,7 +78,4 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes and activation; ``repr`` shows the projections separately."""
-        return (
-            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
-            f"activation={self.activation!r}"
-        )
+        return shown(self, "hidden_size", "intermediate_size", "activation")

@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
-from fusedops.nn._arguments import check_flags, check_place, check_sizes
+from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.ops.linear_act import linear_act
 
 
@@ -95,10 +95,7 @@ class LinearAct(LinearParameters):
 
     def extra_repr(self) -> str:
         """Return torch's line and the activation."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, activation={self.activation!r}"
-        )
+        return shown(self, "in_features", "out_features", "bias", "activation")
 
 
 def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

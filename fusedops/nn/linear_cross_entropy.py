@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import checks
-from fusedops.nn._arguments import check_flags, check_place, check_sizes
+from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown, values_of
 from fusedops.nn.linear_act import LinearParameters
 from fusedops.ops._cross_entropy_math import check_options
 from fusedops.ops.linear_cross_entropy import check_chunks, linear_cross_entropy
+
+_OF_LOSS = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
+_OPTIONS = (*_OF_LOSS, "chunk_size", "recompute")
 
 
 class LinearCrossEntropyLoss(LinearParameters):
@@ -82,19 +85,8 @@ class LinearCrossEntropyLoss(LinearParameters):
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``hidden`` ``[..., hidden_size]`` and ``target`` ``[...]``."""
-        return linear_cross_entropy(
-            hidden,
-            self.weight,
-            target,
-            self.bias,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            reduction=self.reduction,
-            chunk_size=self.chunk_size,
-            recompute=self.recompute,
-        )
+        options = values_of(self, *_OPTIONS)
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., vocab_size]``, soft-capped, as generation needs them."""
@@ -106,10 +98,4 @@ class LinearCrossEntropyLoss(LinearParameters):
 
     def extra_repr(self) -> str:
         """Return sizes and options."""
-        return (
-            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, "
-            f"bias={self.bias is not None}, ignore_index={self.ignore_index}, "
-            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
-            f"softcap={self.softcap}, reduction={self.reduction!r}, chunk_size={self.chunk_size}, "
-            f"recompute={self.recompute}"
-        )
+        return shown(self, "hidden_size", "vocab_size", "bias", *_OPTIONS)

@@ -7,7 +7,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
-from fusedops.nn._arguments import check_flags, check_place, check_sizes
+from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import reset_linear
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
@@ -96,21 +96,11 @@ class MLP(nn.Module):
         if self.keep_hidden and not self.recompute:
             hidden = linear_act(input, self.w1, self.b1, activation=self.activation)
             return linear_act(hidden, self.w2, self.b2, activation="identity")
-        return mlp(
-            input,
-            self.w1,
-            self.b1,
-            self.w2,
-            self.b2,
-            activation=self.activation,
-            recompute=self.recompute,
-        )
+        weights = (self.w1, self.b1, self.w2, self.b2)
+        return mlp(input, *weights, activation=self.activation, recompute=self.recompute)
 
     def extra_repr(self) -> str:
         """Return sizes, bias, activation and what is saved."""
-        return (
-            f"in_features={self.in_features}, hidden_features={self.hidden_features}, "
-            f"out_features={self.out_features}, bias={self.b1 is not None}, "
-            f"activation={self.activation!r}, recompute={self.recompute}, "
-            f"keep_hidden={self.keep_hidden}"
-        )
+        sizes = shown(self, "in_features", "hidden_features", "out_features")
+        options = shown(self, "activation", "recompute", "keep_hidden")
+        return f"{sizes}, bias={self.b1 is not None}, {options}"

@@ -137,18 +137,10 @@ class MoE(nn.Module):
             check_sizes(name, shared_intermediate_size=shared_intermediate_size)
         checks.integer(name, "num_experts", num_experts, least=1)
         checks.integer(name, "top_k", top_k)
-        check_flags(
-            name,
-            gated=gated,
-            interleaved=interleaved,
-            bias=bias,
-            router_bias=router_bias,
-            transposed=transposed,
-            correction_bias=correction_bias,
-            router=router,
-            shared_gate=shared_gate,
-            recompute=recompute,
-        )
+        flags = {"gated": gated, "interleaved": interleaved, "bias": bias, "router": router}
+        flags |= {"router_bias": router_bias, "correction_bias": correction_bias}
+        flags |= {"transposed": transposed, "shared_gate": shared_gate, "recompute": recompute}
+        check_flags(name, **flags)
         check_place(name, device, dtype)
         check_place(name, None, router_dtype, "router_dtype")
         checks.choice(name, "activation", activation, GATES if gated else ACTIVATIONS)
@@ -157,34 +149,18 @@ class MoE(nn.Module):
         if shared_gate and shared_intermediate_size is None:
             checks.fail("MoE", "shared_gate", "False without shared_intermediate_size", shared_gate)
         self.hidden_size = hidden_size
-        options: dict[str, Any] = {
-            "score": score,
-            "normalize": normalize,
-            "softmax_after": softmax_after,
-            "num_groups": num_groups,
-            "topk_groups": topk_groups,
-            "group_score": group_score,
-            "scaling": scaling,
-            "capacity_factor": capacity_factor,
-            "drop_policy": drop_policy,
-            "expert_choice": expert_choice,
-        }
+        options: dict[str, Any] = {"score": score, "normalize": normalize, "scaling": scaling}
+        options |= {"num_groups": num_groups, "topk_groups": topk_groups}
+        options |= {"group_score": group_score, "softmax_after": softmax_after}
+        options |= {"capacity_factor": capacity_factor, "drop_policy": drop_policy}
+        options["expert_choice"] = expert_choice
         balance = torch.empty(num_experts) if correction_bias else None
         check_options(name, num_experts, top_k, bias=balance, jitter=jitter, **options)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate: _Router | None = None
         if router:
-            self.gate = _Router(
-                hidden_size,
-                num_experts,
-                top_k,
-                options,
-                jitter,
-                router_dtype,
-                router_bias,
-                correction_bias,
-                **place,
-            )
+            of_logits = (jitter, router_dtype, router_bias, correction_bias)
+            self.gate = _Router(hidden_size, num_experts, top_k, options, *of_logits, **place)
         form = {"activation": activation, "gated": gated, "interleaved": interleaved}
         sizes = (num_experts, hidden_size, intermediate_size)
         self.experts = _Experts(*sizes, form, bias, transposed, recompute, **place)
@@ -301,14 +277,9 @@ class _Router(nn.Module):
         rows = input.reshape(-1, self.weight.shape[1])
         logits = self._logits(rows)
         options = self.options | {"capacity_factor": None} if dropless else self.options
-        plan = moe_route(
-            logits,
-            self.top_k,
-            bias=self.e_score_correction_bias,
-            jitter=self.jitter if self.training else 0.0,
-            **options,
-        )
-        return logits, plan
+        jitter = self.jitter if self.training else 0.0
+        bias = self.e_score_correction_bias
+        return logits, moe_route(logits, self.top_k, bias=bias, jitter=jitter, **options)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         if self.logits_dtype is None:

@@ -65,25 +65,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, and the weights if they are needed: as torch's module."""
-        check_inputs(
-            "MultiheadAttention",
-            {"query": query, "key": key, "value": value},
-            {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
-            need_weights=need_weights,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
-        )
-        if need_weights or not self._is_plain(query, key, value, attn_mask, is_causal):
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+        masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        flags: dict[str, Any] = {"need_weights": need_weights, "is_causal": is_causal}
+        flags["average_attn_weights"] = average_attn_weights
+        given = {"query": query, "key": key, "value": value}
+        check_inputs("MultiheadAttention", given, masks, **flags)
+        causal_without_mask = is_causal and attn_mask is None
+        if need_weights or causal_without_mask or not self._is_plain(query, key, value):
+            return super().forward(query, key, value, **masks, **flags)
         batched, first = query.dim() == 3, self.batch_first or query.dim() == 2
         same, shared = query is key and key is value, key is value
         tensors = [query, key, value]
@@ -93,7 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not first:
             tensors = [tensor.transpose(0, 1) for tensor in tensors]
         q, k, v = (self._heads(tensor) for tensor in self._project(tensors, same, shared))
-        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
+        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q)
         dropout_p = self.dropout if self.training else 0.0
         output = attention(q, k, v, mask, dropout_p, is_causal).transpose(1, 2).flatten(2)
         output = linear_act(output, self.out_proj.weight, self.out_proj.bias, activation="identity")
@@ -101,20 +90,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             output = output.transpose(0, 1)
         return (output if batched else output.squeeze(0)), None
 
-    def _is_plain(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        is_causal: bool,
-    ) -> bool:
+    def _is_plain(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Return whether the fused path serves; torch's own also words the errors of inputs."""
         shapes = query.dim() in (2, 3) and query.dim() == key.dim() == value.dim()
         nested = query.is_nested or key.is_nested or value.is_nested
         extra = self.bias_k is not None or self.bias_v is not None or self.add_zero_attn
-        causal_without_mask = is_causal and attn_mask is None
-        return shapes and not nested and not extra and not causal_without_mask
+        return shapes and not nested and not extra
 
     def _project(self, tensors: list[torch.Tensor], same: bool, shared: bool) -> list[torch.Tensor]:
         """Return queries, keys and values; what comes of one tensor comes of one product."""
@@ -159,10 +140,7 @@ def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **
 
 
 def merged_mask(
-    attn_mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
 ) -> torch.Tensor | None:
     """Return torch's two masks as one of ``fusedops.attention``.
 
@@ -170,7 +148,6 @@ def merged_mask(
         attn_mask: ``[L, S]`` or ``[N * heads, L, S]``; boolean ``True`` forbids, floats are added.
         key_padding_mask: ``[N, S]``, likewise.
         query: ``[N, heads, L, D]``.
-        key: ``[N, heads, S, D]``.
 
     Returns:
         Boolean where both are (``True`` may be attended), else additive; ``None`` for none.

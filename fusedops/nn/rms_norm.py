@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.nn._arguments import check_norm, check_place
+from fusedops.nn._arguments import check_norm, check_place, shown
 from fusedops.ops.rms_norm import ROUNDINGS, rms_norm
 
 
@@ -72,16 +72,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised input, ``[..., *normalized_shape]``."""
-        return rms_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            weight_offset=self.weight_offset,
-            rounding=self.rounding,
-        )
+        norm = (self.normalized_shape, self.weight, self.eps)
+        return rms_norm(input, *norm, weight_offset=self.weight_offset, rounding=self.rounding)
 
     def extra_repr(self) -> str:
         """Return torch's line and the additional arguments."""
-        extras = f"weight_offset={self.weight_offset}, rounding={self.rounding!r}"
-        return f"{super().extra_repr()}, {extras}"
+        return f"{super().extra_repr()}, {shown(self, 'weight_offset', 'rounding')}"

@@ -66,35 +66,27 @@ def _activation_name(activation: Any) -> str | None:
 
 
 def _attend(
-    attention: nn.MultiheadAttention,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    is_causal: bool,
+    attention: nn.MultiheadAttention, queries: torch.Tensor, keys: torch.Tensor, *masks: Any
 ) -> torch.Tensor:
+    mask, key_padding_mask, is_causal = masks
     options = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
     output, _ = attention(queries, keys, keys, key_padding_mask, **options)
     return output
 
 
+def _arguments(norm: nn.LayerNorm) -> tuple[Any, ...]:
+    return norm.normalized_shape, norm.weight, norm.bias, norm.eps
+
+
 def _norm(x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
-    return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return layer_norm(x, *_arguments(norm))
 
 
 def _add_norm(
     branch: torch.Tensor, stream: torch.Tensor, dropout: nn.Dropout, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return add_layer_norm(
-        branch,
-        stream,
-        norm.normalized_shape,
-        norm.weight,
-        norm.bias,
-        norm.eps,
-        dropout_p=dropout.p,
-        training=dropout.training,
-    )
+    options: dict[str, Any] = {"dropout_p": dropout.p, "training": dropout.training}
+    return add_layer_norm(branch, stream, *_arguments(norm), **options)
 
 
 def _add(branch: torch.Tensor, stream: torch.Tensor, dropout: nn.Dropout) -> torch.Tensor:
@@ -146,12 +138,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> torch.Tensor:
         """Return the layer's output, with the shape of ``src``; masks as in torch."""
-        check_inputs(
-            "TransformerEncoderLayer",
-            {"src": src},
-            {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask},
-            is_causal=is_causal,
-        )
+        masks = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        check_inputs("TransformerEncoderLayer", {"src": src}, masks, is_causal=is_causal)
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
@@ -205,12 +193,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
         """Return the layer's output, with the shape of ``tgt``; masks as in torch."""
-        masks = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-        }
+        masks = {"tgt_mask": tgt_mask, "memory_mask": memory_mask}
+        masks["tgt_key_padding_mask"] = tgt_key_padding_mask
+        masks["memory_key_padding_mask"] = memory_key_padding_mask
         flags = {"tgt_is_causal": tgt_is_causal, "memory_is_causal": memory_is_causal}
         check_inputs("TransformerDecoderLayer", {"tgt": tgt, "memory": memory}, masks, **flags)
 

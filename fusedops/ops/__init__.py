@@ -1,6 +1,9 @@
 """Fused transformer ops as functions; all of them are also names of ``fusedops``.
 
-Each has one file, with the public function, the specification and the registration.
+Each has one file, with the public function, the specification and the registration. Its kernels
+are ``kernels/NAME.py`` and ``csrc/*/*/NAME.*``. In C++ ops share files: the norms ``norm.*``,
+swiglu and geglu ``glu.*``, all attention ops ``attention*``, the ops that move rows of experts
+``moe_rows.*`` and ``moe_pack.*``, square_sums ``adamw.*``; ``gemm/`` makes all matrix products.
 
 The import registers all of ``torch.ops.fusedops``.
 """

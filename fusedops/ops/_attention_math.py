@@ -34,8 +34,6 @@ from fusedops._core.tracing import is_traced, plain_size
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The numbers among an attention op's arguments."""
-
     scale: float
     window_left: int
     window_right: int
@@ -77,15 +75,9 @@ def allowed(
     return inside
 
 
-def softmax(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    pattern: AttentionOptions,
-) -> Softmax:
+def softmax(*inputs: Any) -> Softmax:
     """Return scores and softmax, differentiable in ``query``, ``key``, ``attn_mask``, ``sinks``."""
+    query, key, attn_mask, alibi_slopes, sinks, pattern = inputs
     accumulation = dtypes.statistics_dtype(query.dtype)
     rows, columns = query.shape[2], key.shape[2]
     q = query.to(accumulation)
@@ -136,21 +128,13 @@ def _normalized(
     return Softmax(tanh, probabilities, sink, top + torch.log(total), top, total)
 
 
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    pattern: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, not rounded, the log-sum-exp and its parts (``keeps_parts``).
 
     ``keep`` is dropout's factor of each probability: 0, or that of the kept ones.
     """
-    normalized = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
+    query, key, value, *options, keep, pattern = inputs
+    normalized = softmax(query, key, *options, pattern)
     kept = normalized.probabilities if keep is None else normalized.probabilities * keep
     output = kept @ per_query_head(value.to(kept.dtype), query.shape[1])
     top = normalized.top / math.log(2.0)
@@ -201,20 +185,13 @@ def records_graph_or_traces(*tensors: torch.Tensor | None) -> bool:
     return is_traced() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def backward(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    pattern: AttentionOptions,
-    output_mask: Any,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of query, key, value, attn_mask and sinks that are asked for."""
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of query, key, value, attn_mask and sinks that are asked for.
+
+    ``args`` are the gradients of output and log-sum-exp, those of ``forward``, and the mask.
+    """
+    grad_output, grad_lse, *inputs, output_mask = args
+    query, key, value, attn_mask, alibi_slopes, sinks, keep, pattern = inputs
     normalized = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
     p = normalized.probabilities
     heads = query.shape[1]
@@ -268,13 +245,8 @@ def keep_factors(
 ) -> torch.Tensor | None:
     """Return dropout's factors of the probabilities ``shape``, or ``None`` without dropout.
 
-    Args:
-        shape: ``[B, H, Sq, Sk]``; without a place any.
-        seed: of dropout.
-        dropout_p: probability with which a weight is dropped.
-        like: a tensor whose accumulation dtype and device the factors have.
-        places: where rows and columns stand, for a seed with a place that has numbers for each;
-            by default all that the seed has.
+    They have the accumulation dtype and the device of ``like``. ``places`` is where rows and
+    columns stand, for a seed with a place that has numbers for each; by default all that it has.
     """
     if dropout_p == 0.0:
         return None
@@ -295,12 +267,10 @@ def keep_factors(
 def new_heads_inside(
     like: torch.Tensor, batch: int, heads: int, rows: int, size: int
 ) -> torch.Tensor:
-    """Return an empty tensor of the layout of ``heads_inside``."""
     return like.new_empty(batch, rows, heads, size).transpose(1, 2)
 
 
 def empty_heads_inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the shape of ``tensor``, laid out as ``heads_inside`` does."""
     batch, heads, rows, size = tensor.shape
     return new_heads_inside(tensor, batch, heads, rows, size)
 
@@ -313,18 +283,12 @@ def option_placements(word: Placement, alibi_slopes: Any) -> list[Placement]:
 
 
 def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: int) -> None:
-    """Raise unless the query heads can be shared out evenly among the key heads."""
     if key_heads == 0 or query_heads % key_heads:
-        checks.fail(
-            op,
-            names[0],
-            f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides",
-            query_heads,
-        )
+        expected = f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides"
+        checks.fail(op, names[0], expected, query_heads)
 
 
 def check_tokens(op: str, name: str, value: torch.Tensor, owner: str, key: torch.Tensor) -> None:
-    """Raise unless ``value`` has the shape of ``key`` but for the last dim."""
     if value.shape[:-1] != key.shape[:-1]:
         expected = (
             f"of shape [{', '.join(map(str, key.shape[:-1]))}, size], {owner}'s but for the size"

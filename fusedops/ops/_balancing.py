@@ -10,7 +10,6 @@ from fusedops._core import checks
 
 
 def check_rate(op: str, rate: Any) -> None:
-    """Raise unless ``rate`` is a finite number, at least 0."""
     checks.finite(op, "rate", rate, least=0)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
-from fusedops.kernels._loss_arguments import LossOptions
+from fusedops.kernels._arguments import LossOptions
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -31,7 +31,6 @@ REDUCTIONS = ("none", "mean", "sum")
 def check_options(
     op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any
 ) -> None:
-    """Raise unless the options of a loss are what they should be."""
     checks.integer(op, "ignore_index", ignore_index)
     checks.probability(op, "label_smoothing", label_smoothing)
     checks.finite(op, "z_loss", z_loss)
@@ -50,7 +49,6 @@ def softcap_of(op: str, softcap: Any) -> float:
 
 
 def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
-    """Raise unless ``target`` holds one class index per row of ``rows`` ``[..., features]``."""
     checks.index_tensor(op, "target", target, dtypes=(torch.int64,))
     if target.device != rows.device:
         checks.fail(op, "target", f"on {rows.device}, the device of {owner}", target.device)
@@ -58,7 +56,6 @@ def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
 
 
 def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
-    """Raise unless ``dtype`` is one in which the loss of ``logits`` can be had."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: dtype must be a torch.dtype or None, got {checks.shown(dtype)}")
     allowed = list(dict.fromkeys((logits.dtype, dtypes.statistics_dtype(logits.dtype))))
@@ -68,7 +65,6 @@ def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
 
 
 def check_classes(op: str, owner: str, num_classes: int) -> None:
-    """Raise unless there is a class."""
     if num_classes == 0:
         checks.fail(op, owner, "of at least one class", "none")
 
@@ -106,7 +102,6 @@ def result_dtype(logits: torch.Tensor) -> torch.dtype:
 
 
 def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Return the logits in accumulation dtype, soft-capped."""
     wide = logits.to(dtypes.statistics_dtype(logits.dtype))
     return wide if softcap == 0.0 else softcap * torch.tanh(wide / softcap)
 

@@ -26,14 +26,12 @@ def split(z: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tenso
 
 
 def join(gate: torch.Tensor, up: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return what ``split`` takes apart."""
     if interleaved:
         return torch.stack([gate, up], dim=2).flatten(1)
     return torch.cat([gate, up], dim=1)
 
 
 def hidden_of(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
-    """Return the hidden layer ``[rows, inner]``."""
     if not gated:
         return value(z, activation)
     gate, up = split(z, interleaved)
@@ -46,7 +44,6 @@ def hidden_of(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) 
 def preactivation_gradient(
     grad: torch.Tensor, z: torch.Tensor, activation: str, gated: bool, interleaved: bool
 ) -> torch.Tensor:
-    """Return the gradient of ``z`` from that of the hidden layer."""
     if not gated:
         return activation_gradient(grad, z, activation)
     gate, up = split(z, interleaved)

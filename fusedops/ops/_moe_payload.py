@@ -33,27 +33,22 @@ class PayloadLayout:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of the row's elements."""
         return self.hidden_size * (1 if self.quantized else self.dtype.itemsize)
 
     @property
     def probs_at(self) -> int:
-        """Offset of the probabilities."""
         return _aligned(self.data_bytes, 8)
 
     @property
     def ids_at(self) -> int:
-        """Offset of the expert ids."""
         return self.probs_at + self.pairs * self.prob_dtype.itemsize
 
     @property
     def scale_at(self) -> int:
-        """Offset of the scale of a quantized row."""
         return self.ids_at + self.pairs * 4
 
     @property
     def stride(self) -> int:
-        """Bytes from one row to the next."""
         return _aligned(self.scale_at + _SCALE_BYTES * self.quantized, 16)
 
     @property
@@ -62,15 +57,12 @@ class PayloadLayout:
         return plain_sizes([self.probs_at, self.ids_at, self.scale_at, self.stride])
 
     def rows(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the rows that are not quantized as a view ``[rows, hidden_size]``."""
         return payload[:, : self.data_bytes].view(self.dtype)
 
     def probs(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities as a view ``[rows, pairs]``."""
         return payload[:, self.probs_at : self.ids_at].view(self.prob_dtype)
 
     def ids(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the expert ids as a view ``[rows, pairs]``, int32."""
         return payload[:, self.ids_at : self.scale_at].view(torch.int32)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.sharding import REPLICATE, Placement
+from fusedops.kernels._norm_arguments import scaled_dtype
 
 # Roundings of an RMS norm in half precision: "torch" rounds once, at the end; "hf" rounds the
 # normalised row, then multiplies in the promoted dtype of row and weight (LlamaRMSNorm).
@@ -39,12 +41,8 @@ def check(
     """Raise unless rows of ``input`` can be normalised; ``owner`` is what messages call it."""
     shape = checks.sizes(op, "normalized_shape", normalized_shape)
     if not _ends_in(input.shape, shape):
-        checks.fail(
-            op,
-            "normalized_shape",
-            f"the last sizes of {owner} (shape {list(input.shape)}), at least one",
-            list(shape),
-        )
+        expected = f"the last sizes of {owner} (shape {list(input.shape)}), at least one"
+        checks.fail(op, "normalized_shape", expected, list(shape))
     dtype, device = input.dtype, input.device
     if weight is not None and not (checks.alike(weight, dtype, device) and weight.shape == shape):
         checks.parameter(op, "weight", weight, owner, input)
@@ -70,12 +68,10 @@ def in_float32(tensor: Any) -> Any:
 
 
 def rows(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the leading sizes, those of the rows' statistics."""
     return tuple(input.shape[: input.dim() - len(normalized_shape)])
 
 
 def check_rms(op: str, weight_offset: Any, rounding: Any) -> None:
-    """Raise unless these can be arguments of an RMS norm."""
     if type(weight_offset) is not float or weight_offset != 0.0:
         checks.finite(op, "weight_offset", weight_offset)
     checks.choice(op, "rounding", rounding, ROUNDINGS)
@@ -120,26 +116,12 @@ def default_eps(input: torch.Tensor, eps: float | None) -> float:
     return _EPS.get(input.dtype, 0.0) if eps is None else eps
 
 
-def scaled_dtype(dtype: torch.dtype, weight: torch.Tensor | None, rounding: str) -> torch.dtype:
-    """Return the dtype of a norm of ``dtype``: ``"hf"`` multiplies in the promoted one."""
-    promotes = rounding == "hf" and weight is not None
-    return torch.promote_types(dtype, weight.dtype) if promotes and weight is not None else dtype
-
-
-def scale(
-    values: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    weight_offset: float,
-    rounding: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def scale(values: torch.Tensor, call: SimpleNamespace, dtype: torch.dtype) -> torch.Tensor:
     """Return ``values * (weight + weight_offset) + bias`` in the dtype of a norm of ``dtype``."""
-    result = scaled_dtype(dtype, weight, rounding)
-    if rounding == "hf":
+    if call.rounding == "hf":
         values = values.to(dtype).to(values.dtype)
-    return affine(values, offset(weight, weight_offset, values.dtype), bias).to(result)
+    weight = offset(call.weight, call.weight_offset, values.dtype)
+    return affine(values, weight, call.bias).to(scaled_dtype(dtype, call.weight, call.rounding))
 
 
 def offset(
@@ -154,7 +136,6 @@ def offset(
 def affine(
     values: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return ``values * weight + bias`` in the dtype of ``values``."""
     if weight is not None:
         values = values * weight.to(values.dtype)
     return values if bias is None else values + bias.to(values.dtype)
@@ -185,15 +166,9 @@ def norm_gradients(
     parameter: torch.dtype,
     requested: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the rows, not rounded, and of weight and bias, if asked for.
+    """Return the gradients of the rows, not rounded, and of weight and bias, if ``requested``.
 
-    Args:
-        grad_normed: of the result.
-        normalized: the rows.
-        weight: their factor.
-        normalized_shape: sizes of a row.
-        parameter: dtype of the gradients of weight and bias.
-        requested: a flag for each of two gradients, or of three where there is a bias.
+    Those of weight and bias have the dtype ``parameter``.
     """
     grad = grad_normed.to(normalized.values.dtype)
     gradients: list[torch.Tensor | None] = [None] * len(requested)

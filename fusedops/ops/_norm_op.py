@@ -6,7 +6,7 @@ shared. The reference formulas are in ``_norm_math.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,90 +16,21 @@ import torch
 from fusedops._core import checks, dtypes, philox, sharding
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Sharding
+from fusedops.kernels import _norm_arguments
+from fusedops.kernels._norm_arguments import ABSENT, ARGUMENTS, NormArguments
 from fusedops.ops import _norm_math, _residual
-from fusedops.ops._norm_math import (
-    Normalized,
-    norm_gradients,
-    normalize,
-    normalize_rms,
-    offset,
-    row_placements,
-    rows,
-    scale,
-    scaled_dtype,
-)
-
-# Name -> type of every argument that a norm may have, in the order of the schemas.
-_ARGUMENTS = {
-    "input": "Tensor",
-    "residual": "Tensor",
-    "normalized_shape": "SymInt[]",
-    "weight": "Tensor?",
-    "bias": "Tensor?",
-    "seed": "Tensor?",
-    "eps": "float",
-    "weight_offset": "float",
-    "rounding": "str",
-    "dropout_p": "float",
-    "input_dtype": "ScalarType",
-}
-_OF_RESIDUAL = ("residual", "seed", "dropout_p", "input_dtype")
-_OF_LAYER_NORM = ("bias",)
-_OF_RMS_NORM = ("weight_offset", "rounding")
-# What an argument is for a norm that lacks it.
-_ABSENT = {
-    "residual": None,
-    "bias": None,
-    "seed": None,
-    "weight_offset": 0.0,
-    "rounding": "torch",
-    "dropout_p": 0.0,
-    "grad_summed": None,
-}
+from fusedops.ops._norm_math import offset, row_placements, rows
 
 
 @dataclass(frozen=True)
-class NormOp:
-    """One of the four norms.
+class NormOp(NormArguments):
+    """One of the four norms, ``name``."""
 
-    Attributes:
-        name: the name of the op.
-        centred: layer norm, which subtracts the mean and has a bias; else RMS norm.
-        residual: whether the rows are ``residual + dropout(input)``, a second output.
-    """
-
-    name: str
-    centred: bool
-    residual: bool
-
-    @property
-    def arguments(self) -> list[str]:
-        absent = set(_OF_RMS_NORM if self.centred else _OF_LAYER_NORM)
-        absent |= set(() if self.residual else _OF_RESIDUAL)
-        return [name for name in _ARGUMENTS if name not in absent]
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return ("mean", "rstd") if self.centred else ("rstd",)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("normed", "summed") if self.residual else ("output",)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the differentiable inputs."""
-        names = ("input", "residual", "weight", "bias")
-        return tuple(name for name in names if name in self.arguments)
+    name: str = ""
 
     def define(self, *, checked: bool = True) -> Callable[..., Any]:
-        """Register the op and return what calls it.
-
-        Args:
-            checked: whether a refused call gets the message of ``check``; otherwise the public
-                function has checked the arguments.
-        """
-        arguments = ", ".join(f"{_ARGUMENTS[name]} {name}" for name in self.arguments)
+        """Register the op and return what calls it, with the errors of ``check`` if ``checked``."""
+        arguments = ", ".join(f"{ARGUMENTS[name]} {name}" for name in self.arguments)
         returns = ", ".join(f"Tensor {name}" for name in (*self.outputs, *self.statistics))
         return define_op(
             self.name,
@@ -110,10 +41,10 @@ class NormOp:
             gradient=Gradient(
                 inputs=self.inputs,
                 outputs=self.outputs,
-                saves=self._saves(),
+                saves=self.saves,
                 reference=self._backward_reference,
                 fake=self._backward_fake,
-                computed=computed_gradients if self.residual else None,
+                computed=_norm_arguments.computed_gradients if self.residual else None,
                 aliases={"input": "residual"} if self.residual else {},
             ),
             # With a residual the public function casts what autocast would.
@@ -125,9 +56,8 @@ class NormOp:
         )
 
     def check(self, *args: Any) -> None:
-        """Raise unless the op's arguments fit, in the words of the public function."""
         # A dict: torch.compile traces this function.
-        given = _ABSENT | dict(zip(self.arguments, args, strict=True))
+        given = ABSENT | dict(zip(self.arguments, args, strict=True))
         owner, summed = "input", given["input"]
         if self.residual:
             residual = given["residual"]
@@ -159,75 +89,45 @@ class NormOp:
         contract |= {"normalized_shape": "len(normalized_shape) >= 1"}
         return contract if self.centred else contract | {"rounding": _norm_math.ROUNDINGS}
 
-    def _saves(self) -> tuple[str, ...]:
-        summed = "summed" if self.residual else "input"
-        seed = ("seed",) if self.residual else ()
-        return (summed, "weight", *self.statistics, *seed)
-
     def _reference(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        call = _read(self.arguments, args)
+        call = self.read(args)
         summed = call.input
         if self.residual:
             summed = _residual.add(call.input, call.residual, call.seed, call.dropout_p)
         normalized = self._normalize(summed, call)
-        normed = scale(
-            normalized.values,
-            call.weight,
-            call.bias,
-            weight_offset=call.weight_offset,
-            rounding=call.rounding,
-            dtype=summed.dtype,
-        )
+        normed = _norm_math.scale(normalized.values, call, summed.dtype)
         leading = rows(summed, call.normalized_shape)
         statistics = (getattr(normalized, name).reshape(leading) for name in self.statistics)
         outputs = (normed.contiguous(), summed)
         return (*outputs[: len(self.outputs)], *statistics)
 
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        call = _read(self.arguments, args)
+        call = self.read(args)
         summed = call.residual if self.residual else call.input
-        dtype = scaled_dtype(summed.dtype, call.weight, call.rounding)
+        dtype = _norm_arguments.scaled_dtype(summed.dtype, call.weight, call.rounding)
         outputs = (summed.new_empty(summed.shape, dtype=dtype), summed.new_empty(summed.shape))
         leading = rows(summed, call.normalized_shape)
         statistic = dtypes.statistics_dtype(summed.dtype)
         statistics = (summed.new_empty(leading, dtype=statistic) for _ in self.statistics)
         return (*outputs[: len(self.outputs)], *statistics)
 
-    def _normalize(self, summed: torch.Tensor, call: SimpleNamespace) -> Normalized:
-        function = normalize if self.centred else normalize_rms
+    def _normalize(self, summed: torch.Tensor, call: SimpleNamespace) -> _norm_math.Normalized:
+        function = _norm_math.normalize if self.centred else _norm_math.normalize_rms
         return function(summed, call.normalized_shape, call.eps)
-
-    def _read_backward(self, args: Sequence[Any]) -> tuple[SimpleNamespace, tuple[bool, ...]]:
-        """Return the backward's arguments by name, and which gradients it computes.
-
-        Without a residual the gradient of the rows has the place of the residual's.
-        """
-        grads = ("grad_normed", "grad_summed")[: len(self.outputs)]
-        numbers = [name for name in self.arguments if "Tensor" not in _ARGUMENTS[name]]
-        saved = ("summed", *self._saves()[1:])
-        call = _read((*grads, *saved, *numbers, "output_mask"), args)
-        if self.residual:
-            kind, mask = call.input_dtype, call.output_mask
-        else:
-            kind, mask = call.summed.dtype, (False, *call.output_mask)
-        needs = computed_gradients(call.grad_normed, call.summed, call.dropout_p, kind, mask)
-        return call, needs
 
     def _backward_reference(self, *args: Any) -> tuple[torch.Tensor | None, ...]:
         # ``summed`` is an output, but not a constant: autograd knows how it depends on the inputs.
-        call, needs = self._read_backward(args)
+        call, needs = self.read_backward(args)
         summed, weight = call.summed, call.weight
         total = torch.zeros_like(summed, dtype=dtypes.statistics_dtype(summed.dtype))
         parameters: list[torch.Tensor | None] = [None] * len(needs[2:])
         if call.grad_normed is not None:
             normalized = self._normalize(summed, call)
-            of_rows, *parameters = norm_gradients(
-                call.grad_normed,
-                normalized,
-                offset(weight, call.weight_offset, normalized.values.dtype),
-                call.normalized_shape,
-                summed.dtype if weight is None else weight.dtype,
-                (needs[0] or needs[1], *needs[2:]),
+            factor = offset(weight, call.weight_offset, normalized.values.dtype)
+            kind = summed.dtype if weight is None else weight.dtype
+            requested = (needs[0] or needs[1], *needs[2:])
+            of_rows, *parameters = _norm_math.norm_gradients(
+                call.grad_normed, normalized, factor, call.normalized_shape, kind, requested
             )
             total = total if of_rows is None else of_rows
         if call.grad_summed is not None:
@@ -242,7 +142,7 @@ class NormOp:
         return grad_input, grad_residual, *parameters
 
     def _backward_fake(self, *args: Any) -> tuple[torch.Tensor | None, ...]:
-        call, needs = self._read_backward(args)
+        call, needs = self.read_backward(args)
         parameter = call.summed.dtype if call.weight is None else call.weight.dtype
         kinds = [call.summed.dtype] + [parameter] * len(needs[2:])
         shapes = [call.summed.shape] + [call.normalized_shape] * len(needs[2:])
@@ -258,15 +158,13 @@ class NormOp:
         return self._shard(input, normalized_shape, None)
 
     def _shard(self, input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
-        tensors = [name for name in self.arguments if "Tensor" in _ARGUMENTS[name]]
+        tensors = [name for name in self.arguments if "Tensor" in ARGUMENTS[name]]
         results = len(self.outputs) + len(self.statistics)
-        return [
-            (
-                [dim] * results,
-                [dim if name in ("input", "residual") else REPLICATE for name in tensors],
-            )
-            for dim in row_placements(input, normalized_shape, seed)
-        ]
+        shardings: list[Sharding] = []
+        for dim in row_placements(input, normalized_shape, seed):
+            inputs = [dim if name in ("input", "residual") else REPLICATE for name in tensors]
+            shardings.append(([dim] * results, inputs))
+        return shardings
 
     def _shard_backward(
         self, summed: Any, normalized_shape: Sequence[int], seed: Any
@@ -278,27 +176,3 @@ class NormOp:
             inputs = [dim, dim, dim, REPLICATE, *[dim] * len(self.statistics), REPLICATE]
             shardings.append(([dim, dim, *[partial] * len(self.inputs[2:])], inputs))
         return shardings
-
-
-def _read(names: Iterable[str], args: Sequence[Any]) -> SimpleNamespace:
-    return SimpleNamespace(**_ABSENT | dict(zip(names, args, strict=True)))
-
-
-def computed_gradients(
-    grad_normed: Any,
-    summed: Any,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[bool, ...]:
-    """Return which gradients the backward of sum and norm computes, of those asked for.
-
-    Of input, residual and the norm's parameters. Not what is the same: without dropout and cast,
-    ``input`` has the gradient of ``residual``; nor what is nothing: without ``grad_normed`` the
-    parameters have none.
-    """
-    same_dtype = input_dtype == sharding.meta(summed).dtype
-    same = output_mask[1] and philox.threshold(dropout_p) == 0 and same_dtype
-    has_normed = grad_normed is not None
-    parameters = (needed and has_normed for needed in output_mask[2:])
-    return (output_mask[0] and not same, output_mask[1], *parameters)

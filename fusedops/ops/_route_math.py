@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import dtypes, philox
-from fusedops.kernels._moe_arguments import RouteOptions
+from fusedops.kernels._arguments import RouteOptions
 
 
 def jitter_factors(logits: torch.Tensor, seed: torch.Tensor, jitter: float) -> torch.Tensor:
@@ -46,7 +46,6 @@ def normalized_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def scores(x: torch.Tensor, score: str) -> torch.Tensor:
-    """Return the score of each expert."""
     return torch.sigmoid(x) if score == "sigmoid" else softmax(x)
 
 
@@ -86,7 +85,6 @@ def _allowed(keys: torch.Tensor, rule: RouteOptions) -> torch.Tensor:
 
 
 def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: RouteOptions) -> torch.Tensor:
-    """Return the weight of each choice before dropping."""
     ids = expert_ids.long()
     if rule.score == "sigmoid":
         chosen = x.gather(1, ids)

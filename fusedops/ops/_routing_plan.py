@@ -137,13 +137,11 @@ _Context = tuple[bool, int, int | None]
 
 
 def check_plan(op: str, plan: Any) -> None:
-    """Raise unless ``plan`` is a RoutingPlan."""
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
 
 
 def check_probs(op: str, argument: str, probs: Any, plan: RoutingPlan) -> None:
-    """Raise unless ``probs`` holds one weight per slot of the plan."""
     checks.like(op, argument, probs, "the plan", plan.positions)
     checks.shape(op, argument, probs, plan.positions.shape, "[tokens, top_k] of the plan")
 

@@ -137,12 +137,8 @@ def call(
 ) -> torch.Tensor:
     """Call an op whose parameters' gradients are added where ``into`` says.
 
-    Args:
-        form: the op.
-        args: its arguments.
-        into: per parameter a buffer, which then gets its gradient instead of it, or a sum;
-            ``None``: there is neither.
-        anchors: those of the sums.
+    ``into`` has per parameter a buffer, which then gets its gradient instead of it, or a sum, or
+    ``None``; ``anchors`` are those of the sums.
     """
     return _Added.apply(form, len(args), *args, *into, *anchors)
 

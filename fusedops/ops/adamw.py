@@ -9,18 +9,16 @@ For each parameter p with gradient grad and moments m and v, at step t:
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
     copy = p in the copy's dtype
 
-Kernels: ``csrc/cpu/optimizer/adamw.*``, ``kernels/adamw.py``. This file has the call, the
-specification and the registration. Users call ``fusedops.optim``, which checks the arguments.
-
-This op differs from the others: it returns nothing, writes to its arguments, and takes lists,
-because a launch per tensor would cost more than the step of a bias.
+Users call ``fusedops.optim``, which checks the arguments. This op differs from the others: it
+returns nothing, writes to its arguments, and takes lists, because a launch per tensor would cost
+more than the step of a bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,19 +116,10 @@ def adamw(
     """
     if not batch.params:
         return
-    _OP(
-        *batch.tensors,
-        grad_factor,
-        found_inf,
-        lr if isinstance(lr, torch.Tensor) else None,
-        batch.flat_draws,
-        batch.weight_decays,
-        0.0 if isinstance(lr, torch.Tensor) else lr,
-        *betas,
-        eps,
-        maximize,
-        bias_correction,
-    )
+    rates = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
+    tensors = (*batch.tensors, grad_factor, found_inf, rates[0])
+    lists = (batch.flat_draws, batch.weight_decays)
+    _OP(*tensors, *lists, rates[1], *betas, eps, maximize, bias_correction)
 
 
 class RepeatedBatch:
@@ -183,26 +172,10 @@ class RepeatedBatch:
         backends.repeat("adamw", launch)
 
 
-def _reference(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    max_exp_avg_sqs: list[torch.Tensor],
-    copies: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    grad_factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    learning_rate: torch.Tensor | None,
-    draws: Sequence[int],
-    weight_decays: Sequence[float],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    maximize: bool,
-    bias_correction: bool,
-) -> None:
+def _reference(*args: Any) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, steps = args[:7]
+    grad_factor, found_inf, learning_rate, draws, weight_decays, lr, *numbers = args[7:]
+    beta1, beta2, eps, maximize, bias_correction = numbers
     if found_inf is not None and bool(found_inf != 0):
         return
     if learning_rate is not None:

@@ -1,12 +1,4 @@
-"""Dropout, residual sum and layer normalisation in one pass.
-
-    summed = residual + dropout(input)
-    normed = layer_norm(summed) * weight + bias
-
-``summed`` is rounded to its dtype before it is normalised, so that both results are those of the
-eager operations. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``,
-``kernels/add_layer_norm.py``; the dropout mask is that of ``_core/philox.py``.
-"""
+"""Dropout, residual sum and layer normalisation in one pass."""
 
 from __future__ import annotations
 
@@ -19,7 +11,7 @@ from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import in_float32
 from fusedops.ops._norm_op import NormOp
 
-_OP = NormOp("add_layer_norm", centred=True, residual=True).define()
+_OP = NormOp(centred=True, residual=True, name="add_layer_norm").define()
 
 
 def add_layer_norm(

@@ -1,12 +1,4 @@
-"""Dropout, residual sum and root-mean-square normalisation in one pass.
-
-    summed = residual + dropout(input)
-    normed = rms_norm(summed) * (weight + weight_offset)
-
-``summed`` is rounded to its dtype before it is normalised, so that both results are those of the
-eager operations. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``,
-``kernels/add_rms_norm.py``; the dropout mask is that of ``_core/philox.py``.
-"""
+"""Dropout, residual sum and root-mean-square normalisation in one pass."""
 
 from __future__ import annotations
 
@@ -19,7 +11,7 @@ from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import default_eps, in_float32
 from fusedops.ops._norm_op import NormOp
 
-_OP = NormOp("add_rms_norm", centred=False, residual=True).define()
+_OP = NormOp(centred=False, residual=True, name="add_rms_norm").define()
 
 
 def add_rms_norm(

@@ -1,17 +1,13 @@
 """Scaled dot-product attention with every option that transformers use, saving O(S).
 
-    score = softcap(query . key * scale) - slope * |j - i| + mask
-    output = dropout(softmax(score)) . value
-
 The scores are never materialised: kernels keep a running maximum and sum per row (online softmax),
-and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/attention/attention*``,
-``kernels/attention.py``; the formulae are in ``_attention_math.py``.
+and save the row's log-sum-exp for the backward. The formulae are in ``_attention_math.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +15,7 @@ from fusedops._core import checks, dtypes, philox
 from fusedops._core.layouts import heads_inside
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
+from fusedops.kernels._arguments import AttentionArguments, of_backward
 from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -291,40 +288,17 @@ def _mask(mask: Any, query: torch.Tensor, sizes: Sequence[int], batch: int) -> t
     return mask[(None,) * (4 - mask.dim())]
 
 
-class _Arguments(NamedTuple):
-    """The arguments of the registered op, in the order of its schema."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    seed: torch.Tensor | None
-    dropout_p: float
-    scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    keep_remainder: bool
-
-    def dense(self) -> tuple[Any, ...]:
-        """Return the arguments of ``formulas.forward``."""
-        shape = (*self.query.shape[:3], self.key.shape[2])
-        keep = formulas.keep_factors(shape, self.seed, self.dropout_p, self.query)
-        pattern = AttentionOptions(self.scale, self.window_left, self.window_right, self.softcap)
-        return (*self[:6], keep, pattern)
-
-
-def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
-    """Return the op's arguments, the incoming gradients and the mask of the backward's own."""
-    grads, inputs, numbers = args[:2], args[2:9], args[13:-1]
-    return _Arguments(*inputs, *numbers), tuple(grads), args[-1]
+def _dense(call: AttentionArguments) -> tuple[Any, ...]:
+    """Return the arguments of ``formulas.forward``."""
+    shape = (*call.query.shape[:3], call.key.shape[2])
+    keep = formulas.keep_factors(shape, call.seed, call.dropout_p, call.query)
+    pattern = AttentionOptions(call.scale, call.window_left, call.window_right, call.softcap)
+    return (*call[:6], keep, pattern)
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = _Arguments(*args)
-    wide, lse, parts = formulas.forward(*call.dense())
+    call = AttentionArguments(*args)
+    wide, lse, parts = formulas.forward(*_dense(call))
     output, remainder = formulas.rounded(wide, call.query.dtype, call.keep_remainder)
     if remainder.dim() == 4:
         remainder = heads_inside(remainder)
@@ -334,7 +308,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = _Arguments(*args)
+    call = AttentionArguments(*args)
     query = call.query
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, call.value.shape[3])
@@ -349,11 +323,10 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
-    call, grads, output_mask = _of_backward(args)
-    given: tuple[Any, ...] = (*grads, *call.dense(), output_mask)
-    return formulas.backward(*given)
+    grads, call, _, output_mask = of_backward(AttentionArguments, args, incoming=2)
+    return formulas.backward(*grads, *_dense(call), output_mask)
 
 
 def _shard(
@@ -420,8 +393,8 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("query", "key", "value", "attn_mask", "sinks"),
         outputs=("output", "lse"),
-        saves=(*_Arguments._fields[:7], "output", "lse", "remainder", "lse_parts"),
-        reference=_backward_reference,
+        saves=(*AttentionArguments._fields[:7], "output", "lse", "remainder", "lse_parts"),
+        reference=_backward,
         layouts=dict.fromkeys(("query", "key", "value"), formulas.empty_heads_inside),
     ),
     triton="fusedops.kernels.attention",

@@ -1,9 +1,6 @@
 """Attention of the newest tokens over a cache of keys and values: the step of generation.
 
-Each sequence of the batch has its own length in the cache; entries after it are not read. The
-formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right. Kernels:
-``csrc/cpu/attention/attention*`` and ``kernels/attention_decode.py``. The op has no gradient,
-because generation needs none.
+The op has no gradient, because generation needs none.
 """
 
 from __future__ import annotations
@@ -93,17 +90,11 @@ def attention_decode(
         checks.fail(op, "window", "(left, 0) or (left, -1): there are no later keys", window)
     query, key_cache, value_cache = formulas.autocast(query, key_cache, value_cache)
     wide = dtypes.statistics_dtype(query.dtype)
-    output, lse = _OP(
-        query,
-        key_cache,
-        value_cache,
-        cache_seqlens if cache_seqlens.dtype == torch.int64 else cache_seqlens.to(torch.int64),
-        alibi_slopes.to(wide) if alibi_slopes is not None else None,
-        sinks.to(wide) if sinks is not None else None,
-        factor,
-        left,
-        cap,
-    )
+    lengths = cache_seqlens if cache_seqlens.dtype == torch.int64 else cache_seqlens.to(torch.int64)
+    slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
+    sink_logits = sinks.to(wide) if sinks is not None else None
+    options = (slopes, sink_logits, factor, left, cap)
+    output, lse = _OP(query, key_cache, value_cache, lengths, *options)
     if one:
         output, lse = output.squeeze(2), lse.squeeze(2)
     return (output, lse) if return_lse else output
@@ -172,17 +163,9 @@ def _check_lengths(lengths: torch.Tensor, capacity: int) -> None:
     checks.indices("attention_decode", "cache_seqlens", lengths, capacity + 1, expected)
 
 
-def _reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window_left: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key_cache, value_cache, cache_seqlens, alibi_slopes, sinks, *numbers = args
+    scale, window_left, softcap = numbers
     output, lse = _fake(query, value_cache)
     for n, length in enumerate(cache_seqlens.tolist()):
         slopes = alibi_slopes

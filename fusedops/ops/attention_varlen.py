@@ -1,20 +1,16 @@
-"""Attention over packed sequences, which neither stores nor computes padding.
-
-The sequences of a batch are concatenated in ``[tokens, heads, head size]``; ``cu_seqlens`` contains
-their boundaries. Kernels: ``csrc/cpu/attention/attention*`` and ``kernels/attention_varlen.py``;
-the formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right.
-"""
+"""Attention over packed sequences, which neither stores nor computes padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
+from fusedops.kernels._arguments import VarlenArguments, of_backward
 from fusedops.ops import _attention_math as formulas
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -117,24 +113,12 @@ def attention_varlen(
     elif seed is None:
         seed = philox.new_seed(query.device)
     wide = dtypes.statistics_dtype(query.dtype)
-    output, lse, _ = _OP(
-        query,
-        key,
-        value,
-        cu_seqlens_q.to(torch.int64),
-        cu_seqlens_k.to(torch.int64),
-        alibi_slopes.to(wide) if alibi_slopes is not None else None,
-        sinks.to(wide) if sinks is not None else None,
-        seed,
-        max_seqlen_q,
-        max_seqlen_k,
-        float(dropout_p),
-        factor,
-        left,
-        right,
-        cap,
-        formulas.records_graph_or_traces(query, key, value, sinks),
-    )
+    ends = (cu_seqlens_q.to(torch.int64), cu_seqlens_k.to(torch.int64))
+    slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
+    sink_logits = sinks.to(wide) if sinks is not None else None
+    keep = formulas.records_graph_or_traces(query, key, value, sinks)
+    numbers = (max_seqlen_q, max_seqlen_k, float(dropout_p), factor, left, right, cap, keep)
+    output, lse, _ = _OP(query, key, value, *ends, slopes, sink_logits, seed, *numbers)
     return (output, lse) if return_lse else output
 
 
@@ -160,72 +144,40 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
         checks.fail(op, "cu_seqlens_k", expected, list(cu_seqlens_k.shape))
 
 
-class _Arguments(NamedTuple):
-    """The arguments of the registered op, in the order of its schema."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    seed: torch.Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    dropout_p: float
-    scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    keep_remainder: bool
-
-    def sequences(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
-        """Yield per sequence: its queries, and the arguments of ``formulas.forward``."""
-        tokens, heads, _ = self.query.shape
-        shape = (heads, tokens, self.max_seqlen_k)
-        placed = self.seed is not None and self.seed.numel() > 2
-        keep = (
-            None if placed else formulas.keep_factors(shape, self.seed, self.dropout_p, self.query)
-        )
-        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
-        for n in range(len(starts_q) - 1):
-            rows = slice(starts_q[n], starts_q[n + 1])
-            columns = slice(starts_k[n], starts_k[n + 1])
-            q = self.query[rows].transpose(0, 1).unsqueeze(0)
-            k, v = (t[columns].transpose(0, 1).unsqueeze(0) for t in (self.key, self.value))
-            slopes = self.alibi_slopes
-            if slopes is not None and slopes.dim() == 2:
-                slopes = slopes[n]
-            factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
-            if placed:
-                factors = self._placed_factors(rows, columns)
-            window = (self.window_left, self.window_right)
-            pattern = AttentionOptions(self.scale, *window, self.softcap, k.shape[2] - q.shape[2])
-            yield rows, (q, k, v, None, slopes, self.sinks, factors, pattern)
-
-    def _placed_factors(self, rows: slice, columns: slice) -> torch.Tensor | None:
-        """Return dropout's factors of a sequence whose tokens have places of their own."""
-        assert self.seed is not None
-        tokens, heads, _ = self.query.shape
-        places = self.seed[5 : 5 + tokens][rows], self.seed[5 + tokens :][columns]
-        shape = (1, heads, *map(len, places))
-        return formulas.keep_factors(shape, self.seed, self.dropout_p, self.query, places)
-
-
-def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
-    """Return the op's arguments, the incoming gradients and the mask of the backward's own."""
-    grads, inputs, numbers = args[:2], args[2:10], args[13:-1]
-    return _Arguments(*inputs, *numbers), tuple(grads), args[-1]
+def _sequences(call: VarlenArguments) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+    """Yield per sequence: its queries, and the arguments of ``formulas.forward``."""
+    tokens, heads, _ = call.query.shape
+    shape = (heads, tokens, call.max_seqlen_k)
+    placed = call.seed is not None and call.seed.numel() > 2
+    dropout = (call.seed, call.dropout_p, call.query)
+    keep = None if placed else formulas.keep_factors(shape, *dropout)
+    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    for n in range(len(starts_q) - 1):
+        rows = slice(starts_q[n], starts_q[n + 1])
+        columns = slice(starts_k[n], starts_k[n + 1])
+        q = call.query[rows].transpose(0, 1).unsqueeze(0)
+        k, v = (t[columns].transpose(0, 1).unsqueeze(0) for t in (call.key, call.value))
+        slopes = call.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n]
+        factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
+        if placed:
+            # Its tokens have places of their own.
+            assert call.seed is not None
+            places = call.seed[5 : 5 + tokens][rows], call.seed[5 + tokens :][columns]
+            factors = formulas.keep_factors((1, heads, *map(len, places)), *dropout, places)
+        window = (call.window_left, call.window_right)
+        pattern = AttentionOptions(call.scale, *window, call.softcap, k.shape[2] - q.shape[2])
+        yield rows, (q, k, v, None, slopes, call.sinks, factors, pattern)
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _Arguments(*args)
+    call = VarlenArguments(*args)
     query, wide = call.query, dtypes.statistics_dtype(call.query.dtype)
     heads = query.shape[1]
     outputs = [query.new_empty(0, heads, call.value.shape[2], dtype=wide)]
     lses = [query.new_empty(heads, 0, dtype=wide)]
-    for _, arguments in call.sequences():
+    for _, arguments in _sequences(call):
         output, lse, _ = formulas.forward(*arguments)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
@@ -234,7 +186,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _Arguments(*args)
+    call = VarlenArguments(*args)
     query = call.query
     tokens, heads, _ = query.shape
     shape = (tokens, heads, call.value.shape[2])
@@ -246,20 +198,20 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
-    call, (grad_output, grad_lse), output_mask = _of_backward(args)
+    grads, call, _, output_mask = of_backward(VarlenArguments, args, incoming=2)
+    grad_output, grad_lse = grads
     parts: list[list[torch.Tensor]] = [[tensor[:0]] for tensor in call[:3]]
     sinks = call.sinks
     grad_sinks = torch.zeros_like(sinks) if sinks is not None and output_mask[3] else None
     mask = [*output_mask[:3], False, output_mask[3]]
-    for rows, arguments in call.sequences():
-        grads = (
+    for rows, arguments in _sequences(call):
+        incoming = (
             grad_output[rows].transpose(0, 1).unsqueeze(0) if grad_output is not None else None,
             grad_lse[None, :, rows] if grad_lse is not None else None,
         )
-        given: tuple[Any, ...] = (*grads, *arguments, mask)
-        gradients = formulas.backward(*given)
+        gradients = formulas.backward(*incoming, *arguments, mask)
         for part, grad in zip(parts, gradients, strict=False):
             if grad is not None:
                 part.append(grad[0].transpose(0, 1))
@@ -317,8 +269,8 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("query", "key", "value", "sinks"),
         outputs=("output", "lse"),
-        saves=(*_Arguments._fields[:8], "output", "lse", "remainder"),
-        reference=_backward_reference,
+        saves=(*VarlenArguments._fields[:8], "output", "lse", "remainder"),
+        reference=_backward,
     ),
     triton="fusedops.kernels.attention_varlen",
     shard=_shard,

@@ -1,10 +1,6 @@
 """Batched matrix product plus a scaled addend, ``torch.baddbmm`` for any leading dimensions.
 
-    y = beta * input + alpha * (batch1 @ batch2)
-
-The addend may have any shape that broadcasts to the result (a bias row, ALiBi slopes ``[H, 1, S]``)
-and is never expanded in memory; its gradient is summed over the broadcast dimensions. Kernels:
-``csrc/cpu/product/baddbmm.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/baddbmm.py``.
+The addend (a bias row, ALiBi slopes ``[H, 1, S]``) is never expanded in memory.
 """
 
 from __future__ import annotations
@@ -85,7 +81,6 @@ def baddbmm(
 
 
 def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
-    """Return the shape of the result."""
     checks.tensor(op, "batch1", batch1)
     dtype, device = batch1.dtype, batch1.device
     for name, value in (("batch2", batch2), ("input", input)):
@@ -130,14 +125,8 @@ def _with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     return tensor[(None,) * (rank - tensor.dim())] if tensor.dim() < rank else tensor
 
 
-def _reference(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-) -> torch.Tensor:
+def _reference(*args: Any) -> torch.Tensor:
+    input, batch1, batch2, beta, alpha, _ = args
     product = torch.matmul(batch1, batch2)
     wide = dtypes.statistics_dtype(product.dtype)
     result = alpha * product.to(wide)
@@ -167,7 +156,7 @@ def _computed(
     return (output_mask[0] and (any(broadcast) or beta != 1), *output_mask[1:])
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
     if _computed(beta, broadcast, output_mask)[0]:
@@ -183,14 +172,8 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, batch1, batch2, beta, _, broadcast, output_mask = args
     grad_input = None
     if _computed(beta, broadcast, output_mask)[0]:
         sizes = zip(grad_output.shape, broadcast, strict=True)
@@ -240,7 +223,7 @@ _OP = define_op(
         inputs=("input", "batch1", "batch2"),
         outputs=("output",),
         saves=("batch1", "batch2"),
-        reference=_backward_reference,
+        reference=_backward,
         fake=_backward_fake,
         computed=_computed,
         aliases={"input": "grad_output"},

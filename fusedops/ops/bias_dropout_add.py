@@ -1,10 +1,4 @@
-"""Bias, dropout and residual sum in one pass, as at the end of each sublayer of a transformer.
-
-    output = residual + dropout(input + bias)
-
-Kernels: ``csrc/cpu/elementwise/bias_dropout_add.*``, ``kernels/bias_dropout_add.py``; the dropout
-mask is that of ``_core/philox.py``. The gradient of ``residual`` is the incoming gradient itself.
-"""
+"""Bias, dropout and residual sum in one pass, as at the end of each sublayer of a transformer."""
 
 from __future__ import annotations
 
@@ -82,14 +76,8 @@ def _check(input: Any, bias: Any, residual: Any, p: Any, training: Any) -> torch
     return dtype
 
 
-def _reference(
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-) -> torch.Tensor:
+def _reference(*args: Any) -> torch.Tensor:
+    input, bias, residual, seed, p, _ = args
     x = input.to(dtypes.statistics_dtype(residual.dtype))
     if bias is not None:
         x = x + bias.to(x.dtype)
@@ -104,7 +92,7 @@ def _computed(
     return output_mask[0] and not same, output_mask[1], False
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, bias, seed, p, input_dtype, output_mask = args
     grad = philox.dropout(grad_output.to(dtypes.statistics_dtype(grad_output.dtype)), seed, p)
     grad_input = grad_bias = None
@@ -155,7 +143,7 @@ _OP = define_op(
         inputs=("input", "bias", "residual"),
         outputs=("output",),
         saves=("bias", "seed"),
-        reference=_backward_reference,
+        reference=_backward,
         computed=_computed,
         aliases={"input": "grad_output", "residual": "grad_output"},
     ),

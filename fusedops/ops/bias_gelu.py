@@ -1,10 +1,4 @@
-"""Bias and GELU in one pass, as between the two linear layers of a transformer's MLP.
-
-    y = gelu(x + bias)
-
-with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/bias_gelu.*``,
-``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``.
-"""
+"""Bias and GELU in one pass, as between the two linear layers of a transformer's MLP."""
 
 from __future__ import annotations
 
@@ -74,7 +68,7 @@ def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> tor
     return value(_sum(input, bias), GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, input, bias, approximate, output_mask = args
     x = _sum(input, bias)
     grad = gradient(grad_output.to(x.dtype), x, GELU_VARIANTS[approximate])
@@ -104,10 +98,7 @@ _OP = define_op(
     },
     reference=_reference,
     gradient=Gradient(
-        inputs=("input", "bias"),
-        outputs=("output",),
-        saves=("input", "bias"),
-        reference=_backward_reference,
+        inputs=("input", "bias"), outputs=("output",), saves=("input", "bias"), reference=_backward
     ),
     autocast="promote",
     triton="fusedops.kernels.bias_gelu",

@@ -1,10 +1,7 @@
 """Cross-entropy of logits and class indices, without the softmax in memory.
 
-    loss = log sum_j exp(y_j) - y_target,   y = logits, or softcap * tanh(logits / softcap)
-
-with label smoothing and z-loss. The forward reads the logits once and keeps two numbers per row;
-the backward reads them once and writes their gradient once. Kernels:
-``csrc/cpu/loss/cross_entropy.*``, ``kernels/cross_entropy.py``.
+The forward reads the logits once and keeps two numbers per row; the backward reads them once and
+writes their gradient once.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
+from fusedops.kernels._arguments import LossArguments, of_backward
 from fusedops.ops import _cross_entropy_math as formulas
 
 
@@ -118,7 +115,7 @@ def _check(logits: Any, target: Any, *options: Any) -> None:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     logits, target = call.logits, call.target
     if checks.readable(target):
         formulas.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
@@ -129,7 +126,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     logits, target = call.logits, call.target
     wide = dtypes.statistics_dtype(logits.dtype)
     return (
@@ -139,9 +136,9 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def _backward_reference(*args: Any) -> torch.Tensor | None:
+def _backward(*args: Any) -> torch.Tensor | None:
     # What was kept is not used: this is also the second derivative.
-    grad_loss, call, (_, count), output_mask = of_backward(CrossEntropy, args)
+    (grad_loss,), call, (_, count), output_mask = of_backward(LossArguments, args)
     if not output_mask[0]:
         return None
     if call.reduction == "mean":
@@ -155,7 +152,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
     The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
     """
-    call = CrossEntropy(*args)
+    call = LossArguments(*args)
     rules: list[Sharding] = [([REPLICATE] * 3, [REPLICATE] * 2)]
     if call.reduction == "mean":
         return rules
@@ -166,7 +163,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, _ = of_backward(CrossEntropy, args)
+    _, call, _, _ = of_backward(LossArguments, args)
     rules: list[Sharding] = [([REPLICATE], [REPLICATE] * 5)]
     for dim in range(call.logits.ndim - 1):
         grad = dim if call.reduction == "none" else REPLICATE
@@ -197,7 +194,7 @@ _OP = define_op(
         inputs=("logits",),
         outputs=("loss",),
         saves=("logits", "target", "statistics", "count"),
-        reference=_backward_reference,
+        reference=_backward,
     ),
     triton="fusedops.kernels.cross_entropy",
     shard=_shard,

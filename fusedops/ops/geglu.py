@@ -1,20 +1,11 @@
-"""GEGLU: the gate of Gemma's and T5's MLP, element by element.
-
-    y = gelu(gate) * up
-
-with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.*`` and
-``kernels/_glu.py``, which ``swiglu`` shares; the formulae are in ``ops/_glu_math.py``.
-"""
+"""GEGLU, the gate of Gemma's and T5's MLP: ``_glu_math.py``, as ``swiglu``."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from fusedops._core import checks
 from fusedops._core.activation import GELU_VARIANTS
-from fusedops._core.library import Gradient, define_op
 from fusedops.ops import _glu_math
 
 
@@ -54,29 +45,4 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
     return _OP(gate, up, approximate)
 
 
-def _reference(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tensor:
-    return _glu_math.forward(gate, up, GELU_VARIANTS[approximate])
-
-
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad_output, gate, up, approximate, output_mask = args
-    return _glu_math.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
-
-
-_OP = define_op(
-    "geglu",
-    "(Tensor gate, Tensor up, str approximate) -> (Tensor output)",
-    contract={
-        "gate, up, output": "T [*shape]",
-        "approximate": tuple(GELU_VARIANTS),
-    },
-    reference=_reference,
-    gradient=Gradient(
-        inputs=("gate", "up"),
-        outputs=("output",),
-        saves=("gate", "up"),
-        reference=_backward_reference,
-    ),
-    triton="fusedops.kernels.geglu",
-    shard=_glu_math.shard,
-)
+_OP = _glu_math.define("geglu", GELU_VARIANTS)

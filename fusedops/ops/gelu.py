@@ -1,12 +1,4 @@
-"""GELU: each element times the probability that a normal variable is below it.
-
-    y = x * Phi(x)                                             approximate="none"
-    y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))      approximate="tanh"
-    y = x * sigmoid(1.702 x)                                   approximate="fast"
-
-The first two are ``torch.nn.functional.gelu``, the third is FastGelu. Kernels:
-``csrc/cpu/elementwise/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``.
-"""
+"""GELU: each element times the probability that a normal variable is below it."""
 
 from __future__ import annotations
 
@@ -69,7 +61,7 @@ def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
     return value(x, GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _backward_reference(
+def _backward(
     grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
 ) -> torch.Tensor | None:
     if not output_mask[0]:
@@ -87,16 +79,10 @@ def _shard(input: Any) -> list[Sharding]:
 _OP = define_op(
     "gelu",
     "(Tensor input, str approximate) -> (Tensor output)",
-    contract={
-        "input, output": "T [*shape]",
-        "approximate": tuple(GELU_VARIANTS),
-    },
+    contract={"input, output": "T [*shape]", "approximate": tuple(GELU_VARIANTS)},
     reference=_reference,
     gradient=Gradient(
-        inputs=("input",),
-        outputs=("output",),
-        saves=("input",),
-        reference=_backward_reference,
+        inputs=("input",), outputs=("output",), saves=("input",), reference=_backward
     ),
     triton="fusedops.kernels.gelu",
     shard=_shard,

@@ -1,11 +1,6 @@
 """Matrix products of groups of rows, each with its own weight: the experts of a MoE layer.
 
-    y[r] = act(x[r] W[g] + b[g])   for the rows r of group g
-
-with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group, and ``offsets``
-contains the end of each group. Rows after the last group are zeros, forward and backward, and are
-never read. Kernels: ``csrc/cpu/product/grouped_mm.*`` and ``csrc/cpu/gemm/gemm.*``,
-``kernels/grouped_mm.py``.
+The convention is that of ``torch.nn.functional.grouped_mm``.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
+from fusedops.kernels._arguments import GroupedArguments, of_add_gradients, of_backward
 from fusedops.ops import _weight_gradients
 from fusedops.ops._weight_gradients import AddGradientsOp, GradientTarget
 from fusedops.ops.linear_act import (
@@ -184,10 +179,21 @@ def grouped_product(
 
 
 def grouped_weight_gradient(
-    input: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]], weight: torch.Tensor
+    input: torch.Tensor,
+    grad: torch.Tensor,
+    groups: list[tuple[int, int]],
+    weight: torch.Tensor,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``input^T grad`` over the rows of each group, laid out as ``weight`` is."""
+    """Return ``input^T grad`` over the rows of each group, laid out as ``weight`` is.
+
+    With ``into`` it is added there, unrounded.
+    """
     pairs = [(input[begin:end], grad[begin:end]) for begin, end in groups]
+    if into is not None:
+        for to, (x, dy) in zip(into, pairs, strict=True):
+            to.addmm_(x.to(into.dtype).t(), dy.to(into.dtype))
+        return into
     if not pairs:
         return torch.zeros_like(weight)
     if is_transposed(weight):
@@ -195,30 +201,24 @@ def grouped_weight_gradient(
     return torch.stack([x.t() @ dy for x, dy in pairs])
 
 
-def grouped_sum(grad: torch.Tensor, groups: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the sum of the rows of each group, accumulated wide and rounded once."""
-    wide = dtypes.statistics_dtype(grad.dtype)
+def grouped_sum(
+    grad: torch.Tensor, groups: list[tuple[int, int]], into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum of the rows of each group, accumulated wide and rounded once.
+
+    With ``into`` it is added there, unrounded.
+    """
+    wide = dtypes.statistics_dtype(grad.dtype) if into is None else into.dtype
     sums = [grad[begin:end].sum(0, dtype=wide) for begin, end in groups]
+    if into is not None:
+        for to, total in zip(into, sums, strict=True):
+            to += total
+        return into
     return torch.stack(sums).to(grad.dtype) if sums else grad.new_zeros(0, grad.shape[1])
 
 
-def add_weight_gradient(
-    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]]
-) -> None:
-    """Add ``input^T grad`` over the rows of each group to ``into``, unrounded."""
-    for group, (begin, end) in enumerate(groups):
-        rows, dy = input[begin:end].to(into.dtype), grad[begin:end].to(into.dtype)
-        into[group].addmm_(rows.t(), dy)
-
-
-def add_grouped_sum(into: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]]) -> None:
-    """Add the sum of the rows of each group to ``into``, unrounded."""
-    for group, (begin, end) in enumerate(groups):
-        into[group] += grad[begin:end].sum(0, dtype=into.dtype)
-
-
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
     preactivation = grouped_product(call.input, call.weight, groups, call.bias)
     if call.activation == "identity":
@@ -228,36 +228,41 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     shape = (call.input.shape[0], call.weight.shape[2])
     return call.input.new_empty(shape), call.input.new_empty(shape if call.keeps else (0,))
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad, call, z, output_mask = of_backward(GroupedMM, args)
-    groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
-    dz, weight = _sums_gradient(grad, call, z, groups), call.weight
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    (grad,), call, (z,), output_mask = of_backward(GroupedArguments, args)
+    return _gradients(grad, call, z, output_mask)
+
+
+def _gradients(
+    grad: torch.Tensor,
+    call: GroupedArguments,
+    z: torch.Tensor,
+    output_mask: Sequence[bool],
+    into: Sequence[torch.Tensor | None] = (None, None),
+) -> tuple[torch.Tensor | None, ...]:
+    """Return those that are asked for; weight's and bias's are added to what is given."""
+    input, weight, offsets, bias, *_ = call
+    groups = bounds("grouped_mm", offsets, input.shape[0])
+    if call.activation != "identity":
+        # A second derivative recomputes it, so that it is a function of the inputs.
+        if torch.is_grad_enabled() or z.numel() == 0:
+            z = grouped_product(input, weight, groups, bias)
+        grad = activation_gradient(grad, z, call.activation)
     return (
-        grouped_product(dz, weight.mT, groups) if output_mask[0] else None,
-        grouped_weight_gradient(call.input, dz, groups, weight) if output_mask[1] else None,
-        grouped_sum(dz, groups) if output_mask[2] else None,
+        grouped_product(grad, weight.mT, groups) if output_mask[0] else None,
+        grouped_weight_gradient(input, grad, groups, weight, into[0]) if output_mask[1] else None,
+        grouped_sum(grad, groups, into[1]) if output_mask[2] else None,
     )
-
-
-def _sums_gradient(
-    grad: torch.Tensor, call: GroupedMM, z: torch.Tensor, groups: list[tuple[int, int]]
-) -> torch.Tensor:
-    if call.activation == "identity":
-        return grad
-    # A second derivative recomputes it, so that it is a function of the inputs.
-    if torch.is_grad_enabled() or z.numel() == 0:
-        z = grouped_product(call.input, call.weight, groups, call.bias)
-    return activation_gradient(grad, z, call.activation)
 
 
 def _shard(*args: Any) -> list[Sharding]:
     """Shard the columns of the weights; or, where it is linear, the sum."""
-    call = GroupedMM(*args)
+    call = GroupedArguments(*args)
     rules: list[Sharding] = [
         ([REPLICATE] * 2, [REPLICATE] * 4),
         ([1, 1 if call.keeps else REPLICATE], [REPLICATE, 2, REPLICATE, 1]),
@@ -268,7 +273,7 @@ def _shard(*args: Any) -> list[Sharding]:
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, _ = of_backward(GroupedMM, args)
+    _, call, _, _ = of_backward(GroupedArguments, args)
     kept = 1 if call.keeps else REPLICATE
     rules: list[Sharding] = [
         ([REPLICATE] * 3, [REPLICATE] * 6),
@@ -299,7 +304,7 @@ _OP = define_op(
         inputs=("input", "weight", "bias"),
         outputs=("output",),
         saves=("input", "weight", "offsets", "bias", "preactivation"),
-        reference=_backward_reference,
+        reference=_backward,
         layouts={"weight": empty_gradient},
     ),
     autocast="lower",
@@ -309,22 +314,12 @@ _OP = define_op(
 )
 
 
-def _add_gradients_reference(
-    into_weight: torch.Tensor | None, into_bias: torch.Tensor | None, *args: Any
-) -> torch.Tensor | None:
-    grad, call, z, output_mask = of_backward(GroupedMM, args)
-    groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
-    dz = _sums_gradient(grad, call, z, groups)
-    if into_weight is not None:
-        add_weight_gradient(into_weight, call.input, dz, groups)
-    if into_bias is not None:
-        add_grouped_sum(into_bias, dz, groups)
-    return grouped_product(dz, call.weight.mT, groups) if output_mask[0] else None
+def _add_gradients_reference(*args: Any) -> torch.Tensor | None:
+    return _gradients(*of_add_gradients(GroupedArguments, args))[0]
 
 
-def _add_gradients_fake(*args: Any) -> torch.Tensor | None:
-    _, call, _, output_mask = of_backward(GroupedMM, args[2:])
-    return call.input.new_empty(call.input.shape) if output_mask[0] else None
+def _add_gradients_fake(input: torch.Tensor, output_mask: Sequence[bool]) -> torch.Tensor | None:
+    return input.new_empty(input.shape) if output_mask[0] else None
 
 
 _ADD_GRADIENTS = define_op(

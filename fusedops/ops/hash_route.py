@@ -1,10 +1,6 @@
 """Hash routing: the experts depend on the token only; nothing is learned or random.
 
-With domains it has two levels, as random routed experts have: the domain of a token selects a set
-of experts, and its id selects one of them.
-
-It has no kernel: it is a few integer operations on a vector of token ids, followed by the counting
-sort.
+It has no kernel: it is a few integer operations on a vector of token ids, and the counting sort.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Layer normalisation: each row to mean 0 and deviation 1, then scale and shift.
-
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
-
-over the last dimensions, as ``torch.nn.functional.layer_norm``. Statistics are float32 (float64 for
-float64 input) and two-pass. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/layer_norm.py``.
-"""
+"""Layer normalisation: each row to mean 0 and deviation 1, then scale and shift."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ import torch
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops._norm_op import NormOp
 
-_OP = NormOp("layer_norm", centred=True, residual=False).define()
+_OP = NormOp(centred=True, residual=False, name="layer_norm").define()
 
 
 def layer_norm(

@@ -1,10 +1,4 @@
-"""A linear layer and its activation in one kernel: the activation costs no pass over memory.
-
-    z = x W^T + b,   y = act(z)
-
-with ``torch.nn.functional.linear``'s weight ``[out, in]``. Kernels:
-``csrc/cpu/product/linear_act.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_act.py``.
-"""
+"""A linear layer and its activation in one kernel: the activation costs no pass over memory."""
 
 from __future__ import annotations
 
@@ -183,13 +177,8 @@ def _keeps(activation: str, keep_preactivation: bool) -> bool:
     return keep_preactivation and activation != "identity"
 
 
-def _reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    input, weight, bias, activation, keep_preactivation = args
     preactivation = F.linear(input, weight, bias)
     if activation == "identity":
         return preactivation.contiguous(), input.new_empty(0)
@@ -205,7 +194,7 @@ def _fake(
     return input.new_empty(shape), input.new_empty(kept)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
     grad = grad_output
     if activation != "identity":
@@ -264,7 +253,7 @@ _OP = define_op(
         inputs=("input", "weight", "bias"),
         outputs=("output",),
         saves=("input", "weight", "bias", "preactivation"),
-        reference=_backward_reference,
+        reference=_backward,
         layouts={"weight": empty_gradient},
     ),
     autocast="lower",

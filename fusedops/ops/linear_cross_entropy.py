@@ -1,19 +1,11 @@
 """A language model's head and its cross-entropy, without large logits in memory.
 
-    z = h W^T + b,   y = z, or softcap * tanh(z / softcap),   loss = log sum_j exp(y_j) - y_target
-
 The logits are computed for ``chunk_size`` classes at a time, for all rows. The chunks are of
 classes and not of rows, because the gradient of a class's weight is then complete within its chunk,
 summed in float32 inside one matrix product and rounded once; what accumulates over chunks is the
 gradient of ``hidden``, in a float32 buffer of its size. Chunks of rows would accumulate
 ``[num_classes, hidden_size]`` in float32, read and written once a chunk, or (as others did, and
 diverged) in low precision.
-
-The forward saves two numbers per row. The backward recomputes the logits, chunk by chunk. This is
-one product more than a loss on complete logits; gradients are computed only if they are requested,
-for any incoming gradient. The logits are saved instead if they take no more memory than the weight,
-on the CPU if they take up to 512 MiB, or as ``recompute`` requests. Kernels:
-``csrc/cpu/loss/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
 
 The registered op also accepts a shard of the classes, where ``all_classes`` is the number of all
 classes: see ``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.
@@ -32,7 +24,7 @@ from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
-from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
+from fusedops.kernels._arguments import LinearLossArguments, of_backward
 from fusedops.ops import _cross_entropy_math as formulas
 from fusedops.ops.linear_act import check_layer, records_graph
 
@@ -117,20 +109,11 @@ def linear_cross_entropy(
     _check(op, hidden, weight, target, bias)
     check_chunks(op, chunk_size, recompute)
     formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    loss, count, *_ = _OP(
-        hidden,
-        weight,
-        target,
-        bias,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        "sum" if reduction == "mean" else reduction,
-        chunk_size or DEFAULT_CHUNK,
-        keeps_logits(recompute, hidden, weight, bias),
-        0,
-    )
+    numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    reduced = "sum" if reduction == "mean" else reduction
+    keep = keeps_logits(recompute, hidden, weight, bias)
+    form = (reduced, chunk_size or DEFAULT_CHUNK, keep, 0)
+    loss, count, *_ = _OP(hidden, weight, target, bias, *numbers, *form)
     return formulas.reduce_loss(loss, count, formulas.result_dtype(hidden), reduction)
 
 
@@ -168,7 +151,7 @@ def keeps_logits(
     return holds_for_all(bytes_per_class <= features * weight.dtype.itemsize)
 
 
-def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits(call: LinearLossArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden, weight and the logits in accumulation dtype."""
     wide = dtypes.statistics_dtype(call.hidden.dtype)
     h, w = call.hidden.to(wide), call.weight.to(wide)
@@ -176,7 +159,7 @@ def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     target, classes = call.target, call.weight.shape[0]
     if checks.readable(target):
         least = -1 if call.all_classes > 0 else 0
@@ -191,7 +174,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = LinearCrossEntropy(*args)
+    call = LinearLossArguments(*args)
     hidden, target = call.hidden, call.target
     wide = dtypes.statistics_dtype(hidden.dtype)
     kept = (*target.shape, call.weight.shape[0] if call.keep_logits else 0)
@@ -203,21 +186,16 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     )
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative. But a part of the classes does
     # not know the statistics of all, and has no second derivative.
-    grad_loss, call, (statistics, _), output_mask = of_backward(LinearCrossEntropy, args)
+    (grad_loss,), call, (statistics, _), output_mask = of_backward(LinearLossArguments, args)
     h, w, logits = _logits(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
-    grad = formulas.logits_gradient(
-        grad_loss,
-        logits,
-        call.target,
-        call.options,
-        call.all_classes,
-        statistics if call.all_classes > 0 else None,
-    )
+    of_all = statistics if call.all_classes > 0 else None
+    rest = (call.options, call.all_classes, of_all)
+    grad = formulas.logits_gradient(grad_loss, logits, call.target, *rest)
     rows, dtype = as_matrix(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -267,7 +245,7 @@ _OP = define_op(
         inputs=("hidden", "weight", "bias"),
         outputs=("loss",),
         saves=("hidden", "weight", "target", "bias", "statistics", "logits"),
-        reference=_backward_reference,
+        reference=_backward,
     ),
     autocast="lower",
     triton="fusedops.kernels.linear_cross_entropy",

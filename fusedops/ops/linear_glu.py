@@ -1,11 +1,4 @@
-"""A gated linear unit with both products in one kernel: the gate costs no pass over memory.
-
-    gate = x Wg^T,   up = x Wu^T,   y = act(gate) * up
-
-with ``torch.nn.functional.linear``'s weights ``[out, in]``; with ``"silu"`` it is the first half of
-Llama's feed-forward layer (SwiGLU). Kernels: ``csrc/cpu/product/linear_glu.*`` and
-``csrc/cpu/gemm/gemm.*``, ``kernels/linear_glu.py``.
-"""
+"""A gated linear unit with both products in one kernel: the gate costs no pass over memory."""
 
 from __future__ import annotations
 
@@ -81,13 +74,8 @@ def linear_glu(
     return _OP(input, gate_weight, up_weight, activation, keep)[0]
 
 
-def _reference(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input, gate_weight, up_weight, activation, keep_preactivations = args
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
     wide = dtypes.statistics_dtype(input.dtype)
     output = (value(gate.to(wide), activation) * up.to(wide)).to(input.dtype)
@@ -104,7 +92,7 @@ def _fake(
     return input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
     dtype, wide = grad_output.dtype, dtypes.statistics_dtype(grad_output.dtype)
     gate = preactivation_of(input, gate_weight, None, gate).to(wide)
@@ -150,7 +138,7 @@ _OP = define_op(
         inputs=("input", "gate_weight", "up_weight"),
         outputs=("output",),
         saves=("input", "gate_weight", "up_weight", "gate", "up"),
-        reference=_backward_reference,
+        reference=_backward,
         layouts={"gate_weight": empty_gradient, "up_weight": empty_gradient},
     ),
     autocast="lower",

@@ -1,10 +1,7 @@
 """The feed-forward block of a transformer: two linear layers with an activation between.
 
-    z = x W1^T + b1,   h = act(z),   y = h W2^T + b2
-
-Of the hidden layer only ``z`` is saved for the backward. With ``recompute=True`` nothing is saved:
-the backward recomputes ``z``, with 7 matrix products in total, where a checkpoint around the block
-needs 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``).
+With ``recompute=True`` the backward recomputes the pre-activation: 7 matrix products in total,
+where a checkpoint around the block needs 8.
 """
 
 from __future__ import annotations
@@ -89,15 +86,8 @@ def mlp(
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 
 
-def _reference(
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    input, w1, b1, w2, b2, activation, keep_preactivation = args
     preactivation = F.linear(input, w1, b1)
     output = F.linear(activate(preactivation, activation), w2, b2)
     kept = preactivation.contiguous() if keep_preactivation else input.new_empty(0)
@@ -112,7 +102,7 @@ def _fake(
     return input.new_empty((*leading, w2.shape[0])), input.new_empty(kept)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, w1, b1, w2, _, preactivation, activation, _, output_mask = args
     z = preactivation_of(input, w1, b1, preactivation)
     grad_input = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
@@ -172,7 +162,7 @@ _OP = define_op(
         inputs=("input", "w1", "b1", "w2", "b2"),
         outputs=("output",),
         saves=("input", "w1", "b1", "w2", "b2", "preactivation"),
-        reference=_backward_reference,
+        reference=_backward,
         layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
     autocast="lower",

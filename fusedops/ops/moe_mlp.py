@@ -1,11 +1,6 @@
 """The experts of a mixture-of-experts layer: two products with a gate between, per expert.
 
-    z[r] = x[token(r)] W1[e] + b1[e],   h[r] = p[r] act(gate(z[r])) * up(z[r])
-    y[t] = sum over the rows r of token t of (h[r] W2[e] + p[r] b2[e])
-
-The input is never copied in permuted order: the first product gathers the tokens itself. The
-backward needs the input, the plan and ``z``, which it can also recompute. Kernels:
-``csrc/cpu/moe/moe_mlp.*`` on ``csrc/cpu/gemm/gemm.*``, ``kernels/moe_mlp.py``.
+The input is never copied in permuted order: the first product gathers the tokens itself.
 """
 
 from __future__ import annotations
@@ -19,14 +14,12 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
+from fusedops.kernels._arguments import MoeArguments, of_add_gradients, of_backward
 from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
 from fusedops.ops._weight_gradients import AddGradientsOp, GradientTarget
 from fusedops.ops.grouped_mm import (
-    add_grouped_sum,
-    add_weight_gradient,
     bounds,
     check_into,
     computed_in,
@@ -168,7 +161,7 @@ def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, g
 class _RoutedRows:
     """The rows of a plan, as the reference uses them: their tokens, groups and probabilities."""
 
-    def __init__(self, call: MoeMLP) -> None:
+    def __init__(self, call: MoeArguments) -> None:
         rows, top_k = call.permutation.shape[0], call.positions.shape[1]
         self.groups = bounds("moe_mlp", call.offsets, rows)
         self.count = self.groups[-1][1] if self.groups else 0
@@ -197,7 +190,7 @@ class _RoutedRows:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     slots = call.probs.numel()
     for name in ("permutation", "positions"):
         checks.indices("moe_mlp", f"plan.{name}", getattr(call, name), slots, f"in [0, {slots})")
@@ -214,63 +207,59 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = MoeMLP(*args)
+    call = MoeArguments(*args)
     output = call.input.new_empty(call.positions.shape[0], call.w2.shape[2])
     return output, call.input.new_empty(_rows_kept(call), call.w1.shape[2])
 
 
-def _rows_kept(call: MoeMLP) -> int:
+def _rows_kept(call: MoeArguments) -> int:
     return call.permutation.shape[0] if call.keep_preactivation else 0
 
 
-class _BackwardIntermediates:
-    """The backward up to the gradients of the parameters: the factors of their products."""
-
-    def __init__(
-        self, dy: torch.Tensor, call: MoeMLP, kept: torch.Tensor, output_mask: Sequence[bool]
-    ) -> None:
-        wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-        rows, dtype, wide = _RoutedRows(call), call.input.dtype, call.probs.dtype
-        self.groups = rows.groups
-        self.x, self.dy = call.input[rows.tokens], dy[rows.tokens]
-        self.dz = self.hidden = self.weighted = self.dy
-        self.grad_input = self.grad_probs = None
-        z = kept[: rows.count]
-        # A second derivative recomputes it, so that it is a function of the inputs.
-        if torch.is_grad_enabled() or not call.keep_preactivation:
-            z = rows.wide_product(self.x, call.w1, call.b1).to(dtype)
-        z = z.to(wide)
-        value = hidden_of(z, *call.form)
-        grad = rows.wide_product(self.dy, call.w2.mT)
-        if wants_input or wants_w1 or wants_b1:
-            self.dz = preactivation_gradient(grad * rows.probs, z, *call.form).to(dtype)
-        if wants_input:
-            products = grouped_product(self.dz, call.w1.mT, rows.groups)
-            self.grad_input = rows.combine(products)
-        if wants_w2:
-            self.hidden = (value * rows.probs).to(dtype)
-        if wants_b2:
-            self.weighted = self.dy * rows.probs
-        if wants_probs:
-            dots = (grad * value).sum(1)
-            if call.b2 is not None:
-                dots = dots + (self.dy.to(wide) * rows.bias(call.b2).to(wide)).sum(1)
-            slots = call.probs.new_zeros(call.probs.numel()).index_copy(0, rows.slots, dots)
-            self.grad_probs = slots.view(call.probs.shape)
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    (dy,), call, (kept,), output_mask = of_backward(MoeArguments, args)
+    return _gradients(dy, call, kept, output_mask)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    dy, call, kept, output_mask = of_backward(MoeMLP, args)
-    _, _, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-    to = _BackwardIntermediates(dy, call, kept, output_mask)
-    return (
-        to.grad_input,
-        to.grad_probs,
-        grouped_weight_gradient(to.x, to.dz, to.groups, call.w1) if wants_w1 else None,
-        grouped_weight_gradient(to.hidden, to.dy, to.groups, call.w2) if wants_w2 else None,
-        grouped_sum(to.dz, to.groups) if wants_b1 else None,
-        grouped_sum(to.weighted, to.groups).to(dy.dtype) if wants_b2 else None,
-    )
+def _gradients(
+    grad_output: torch.Tensor,
+    call: MoeArguments,
+    kept: torch.Tensor,
+    output_mask: Sequence[bool],
+    into: Sequence[torch.Tensor | None] = (None,) * 4,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return those that are asked for; w1's, w2's, b1's and b2's are added to what is given."""
+    wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
+    rows, dtype, wide = _RoutedRows(call), call.input.dtype, call.probs.dtype
+    x, dy = call.input[rows.tokens], grad_output[rows.tokens]
+    grads: list[torch.Tensor | None] = [None] * 6
+    z = kept[: rows.count]
+    # A second derivative recomputes it, so that it is a function of the inputs.
+    if torch.is_grad_enabled() or not call.keep_preactivation:
+        z = rows.wide_product(x, call.w1, call.b1).to(dtype)
+    z = z.to(wide)
+    value = hidden_of(z, *call.form)
+    grad = rows.wide_product(dy, call.w2.mT)
+    if wants_input or wants_w1 or wants_b1:
+        dz = preactivation_gradient(grad * rows.probs, z, *call.form).to(dtype)
+    if wants_input:
+        grads[0] = rows.combine(grouped_product(dz, call.w1.mT, rows.groups))
+    if wants_probs:
+        dots = (grad * value).sum(1)
+        if call.b2 is not None:
+            dots = dots + (dy.to(wide) * rows.bias(call.b2).to(wide)).sum(1)
+        slots = call.probs.new_zeros(call.probs.numel()).index_copy(0, rows.slots, dots)
+        grads[1] = slots.view(call.probs.shape)
+    if wants_w1:
+        grads[2] = grouped_weight_gradient(x, dz, rows.groups, call.w1, into[0])
+    if wants_w2:
+        hidden = (value * rows.probs).to(dtype)
+        grads[3] = grouped_weight_gradient(hidden, dy, rows.groups, call.w2, into[1])
+    if wants_b1:
+        grads[4] = grouped_sum(dz, rows.groups, into[2])
+    if wants_b2:
+        grads[5] = grouped_sum(dy * rows.probs, rows.groups, into[3]).to(dy.dtype)
+    return tuple(grads)
 
 
 def _shard(b2: Any, gated: bool, interleaved: bool) -> list[Sharding]:
@@ -311,8 +300,8 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("input", "probs", "w1", "w2", "b1", "b2"),
         outputs=("output",),
-        saves=(*MoeMLP._fields[:9], "preactivation"),
-        reference=_backward_reference,
+        saves=(*MoeArguments._fields[:9], "preactivation"),
+        reference=_backward,
         layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
     triton="fusedops.kernels.moe_mlp",
@@ -320,33 +309,15 @@ _OP = define_op(
 )
 
 
-def _add_gradients_reference(
-    into_w1: torch.Tensor | None,
-    into_w2: torch.Tensor | None,
-    into_b1: torch.Tensor | None,
-    into_b2: torch.Tensor | None,
-    *args: Any,
+def _add_gradients_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    return _gradients(*of_add_gradients(MoeArguments, args))[:2]
+
+
+def _add_gradients_fake(
+    input: torch.Tensor, probs: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    dy, call, kept, output_mask = of_backward(MoeMLP, args)
-    given = [buffer is not None for buffer in (into_w1, into_w2, into_b1, into_b2)]
-    to = _BackwardIntermediates(dy, call, kept, [*output_mask, *given])
-    if into_w1 is not None:
-        add_weight_gradient(into_w1, to.x, to.dz, to.groups)
-    if into_w2 is not None:
-        add_weight_gradient(into_w2, to.hidden, to.dy, to.groups)
-    if into_b1 is not None:
-        add_grouped_sum(into_b1, to.dz, to.groups)
-    if into_b2 is not None:
-        add_grouped_sum(into_b2, to.weighted, to.groups)
-    return to.grad_input, to.grad_probs
-
-
-def _add_gradients_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    _, call, _, output_mask = of_backward(MoeMLP, args[4:])
-    return (
-        call.input.new_empty(call.input.shape) if output_mask[0] else None,
-        call.probs.new_empty(call.probs.shape) if output_mask[1] else None,
-    )
+    pairs = zip((input, probs), output_mask, strict=True)
+    return tuple(tensor.new_empty(tensor.shape) if on else None for tensor, on in pairs)
 
 
 _ADD_GRADIENTS = define_op(

@@ -1,8 +1,6 @@
 """moe_pack: packs rows, probabilities and expert ids into one payload of bytes, ordered by a plan.
 
-An all-to-all then sends one contiguous tensor, in which the rows for each destination are adjacent.
-``_moe_payload.py`` defines the layout and ``fusedops.parallel`` the exchange. Kernels:
-``csrc/cpu/moe/moe_pack.*`` and ``kernels/moe_pack.py``.
+``_moe_payload.py`` defines the layout and ``fusedops.parallel`` the exchange.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
-from fusedops.kernels._moe_arguments import PackArguments
+from fusedops.kernels._arguments import PackArguments
 from fusedops.ops._moe_payload import PayloadLayout, quantize
 
 

@@ -1,14 +1,8 @@
-"""moe_permute: copies each token's row to its experts, sorted by expert.
-
-    output[plan.positions[t, j]] = input[t]
-
-Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_unpermute`` shares:
-the backward of each is the other.
-"""
+"""moe_permute: copies each token's row to its experts, sorted by expert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -62,12 +56,8 @@ def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tens
     return formulas.scatter(input, None, positions, offsets)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward(*args: Any) -> torch.Tensor | None:
+    grad_output, positions, offsets, output_mask = args
     return formulas.combine(grad_output, None, positions, offsets) if output_mask[0] else None
 
 
@@ -83,10 +73,7 @@ _OP = define_op(
     },
     reference=_reference,
     gradient=Gradient(
-        inputs=("input",),
-        outputs=("output",),
-        saves=("positions", "offsets"),
-        reference=_backward_reference,
+        inputs=("input",), outputs=("output",), saves=("positions", "offsets"), reference=_backward
     ),
     triton="fusedops.kernels.moe_permute",
     shard=formulas.shard_columns,

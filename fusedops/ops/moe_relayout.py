@@ -1,15 +1,10 @@
-"""moe_relayout: converts the rows of experts from one layout to another.
+"""moe_relayout: converts the rows of experts from one layout to another, each by a gather.
 
-``token_major`` and ``k_major`` are ``[tokens * top_k, hidden]``, sorted by expert; within an expert
-the first is ordered by token, then choice, the second by choice, then token. ``capacity`` is
-``[num_experts, capacity, hidden]``, padded with zeros: the layout of batched products. docs/moe.md
-has a picture. Each conversion is a gather. Kernels: ``csrc/cpu/moe/moe_rows.*`` and
-``kernels/moe_relayout.py``.
+docs/moe.md has a picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -157,12 +152,8 @@ def _reference(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) 
     return torch.where((index >= 0).unsqueeze(1), rows, input.new_zeros(()))
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    index: torch.Tensor,
-    inverse: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward(*args: Any) -> torch.Tensor | None:
+    grad_output, index, inverse, output_mask = args
     return _reference(grad_output, inverse, index) if output_mask[0] else None
 
 
@@ -177,10 +168,7 @@ _OP = define_op(
     },
     reference=_reference,
     gradient=Gradient(
-        inputs=("input",),
-        outputs=("output",),
-        saves=("index", "inverse"),
-        reference=_backward_reference,
+        inputs=("input",), outputs=("output",), saves=("index", "inverse"), reference=_backward
     ),
     triton="fusedops.kernels.moe_relayout",
     shard=formulas.shard_columns,

@@ -1,9 +1,7 @@
 """moe_route: chooses the experts and weights of each token, as a RoutingPlan.
 
-One operator computes ids, weights and the mask of slots within the capacity from the logits; the
-counting sort ``moe_sort`` then orders the rows. Kernels: ``csrc/cpu/moe/moe_route.*`` and
-``kernels/moe_route.py``; the specification is in ``_route_math.py``; ``_routing_reuse.py`` makes a
-recomputation choose the experts of the first pass.
+The specification is in ``_route_math.py``. By ``_routing_reuse.py`` a recomputation has the experts
+of the first pass.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from fusedops._core import checks, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops._core.tracing import plain_size
-from fusedops.kernels._moe_arguments import RouteOptions
+from fusedops.kernels._arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as formulas
 from fusedops.ops import _routing_reuse
@@ -112,23 +110,9 @@ def moe_route(
         tensor([[0.7311, 0.2689],
                 [0.5000, 0.5000]])
     """
-    rule, seeded = _check(
-        "moe_route",
-        logits,
-        top_k,
-        score,
-        normalize,
-        bias,
-        num_groups,
-        topk_groups,
-        group_score,
-        scaling,
-        capacity_factor,
-        drop_policy,
-        jitter,
-        softmax_after,
-        expert_choice,
-    )
+    scores = (score, normalize, bias, num_groups, topk_groups, group_score, scaling)
+    limits = (capacity_factor, drop_policy, jitter, softmax_after, expert_choice)
+    rule, seeded = _check("moe_route", logits, top_k, *scores, *limits)
     seed = philox.new_seed(logits.device) if seeded else None
     first = _routing_reuse.recall(logits)
     ids = kept = None
@@ -167,14 +151,18 @@ def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_expert
         320
     """
     op = "moe_capacity"
-    checks.positive(op, "capacity_factor", capacity_factor)
-    if capacity_factor > _MOST_FACTOR:
-        checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
+    _check_factor(op, capacity_factor)
     checks.integer(op, "top_k", top_k, least=1)
     checks.integer(op, "num_tokens", num_tokens, least=0)
     checks.integer(op, "num_experts", num_experts, least=1)
     billionths = int(capacity_factor * 1e9 + 0.5)
     return -(-top_k * num_tokens * billionths // (10**9 * num_experts))
+
+
+def _check_factor(op: str, capacity_factor: Any) -> None:
+    checks.positive(op, "capacity_factor", capacity_factor)
+    if capacity_factor > _MOST_FACTOR:
+        checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
 
 
 def check_options(op: str, num_experts: int, top_k: Any, **options: Any) -> None:
@@ -183,24 +171,10 @@ def check_options(op: str, num_experts: int, top_k: Any, **options: Any) -> None
     _check(op, torch.empty(0, num_experts), top_k, *(defaults | options).values())
 
 
-def _check(
-    op: str,
-    logits: Any,
-    top_k: Any,
-    score: Any,
-    normalize: Any,
-    bias: Any,
-    num_groups: Any,
-    topk_groups: Any,
-    group_score: Any,
-    scaling: Any,
-    capacity_factor: Any,
-    drop_policy: Any,
-    jitter: Any,
-    softmax_after: Any,
-    expert_choice: Any,
-) -> tuple[RouteOptions, bool]:
+def _check(op: str, logits: Any, top_k: Any, *options: Any) -> tuple[RouteOptions, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
+    score, normalize, bias, num_groups, topk_groups, group_score, scaling = options[:7]
+    capacity_factor, drop_policy, jitter, softmax_after, expert_choice = options[7:]
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
         checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
@@ -229,36 +203,20 @@ def _check(
     if drop_policy == "rounds" and (normalize or softmax_after) and capacity_factor is not None:
         checks.fail(op, "drop_policy", "another one with normalize or softmax_after", "'rounds'")
     if expert_choice:
-        for name, given in (
-            ("bias", bias is not None),
-            ("num_groups", num_groups is not None),
-            ("normalize", normalize),
-            ("softmax_after", softmax_after),
-        ):
-            if given:
+        given = {"bias": bias is not None, "num_groups": num_groups is not None}
+        given |= {"normalize": normalize, "softmax_after": softmax_after}
+        for name, is_given in given.items():
+            if is_given:
                 checks.fail(op, name, "left out with expert_choice", "it")
         capacity_factor = 1.0 if capacity_factor is None else capacity_factor
         drop_policy = "expert_choice"
     capacity = -1
     if capacity_factor is not None:
-        checks.positive(op, "capacity_factor", capacity_factor)
-        if capacity_factor > _MOST_FACTOR:
-            checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
+        _check_factor(op, capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
-    normalize = normalize or softmax_after
-    rule = RouteOptions(
-        top_k,
-        score,
-        normalize,
-        float(scaling),
-        groups,
-        best,
-        group_score,
-        float(jitter),
-        capacity,
-        drop_policy,
-    )
-    return rule, jitter > 0
+    weights = (top_k, score, normalize or softmax_after, float(scaling))
+    limits = (groups, best, group_score, float(jitter), capacity, drop_policy)
+    return RouteOptions._make(weights + limits), jitter > 0
 
 
 def _check_groups(
@@ -280,14 +238,8 @@ def _check_groups(
     return num_groups, topk_groups
 
 
-def _reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    chosen_kept: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, bias, seed, chosen, chosen_kept, *options = args
     rule = RouteOptions(*options)
     tokens, experts = logits.shape
     x = formulas.prepare(logits, seed, rule.jitter)
@@ -308,7 +260,7 @@ def _reference(
     return probs.contiguous(), ids, kept
 
 
-def _backward_reference(*args: Any) -> torch.Tensor | None:
+def _backward(*args: Any) -> torch.Tensor | None:
     grad_probs, logits, seed, expert_ids, kept, *options, output_mask = args
     if not output_mask[0]:
         return None
@@ -362,7 +314,7 @@ _OP = define_op(
         inputs=("logits",),
         outputs=("probs",),
         saves=("logits", "seed", "expert_ids", "kept"),
-        reference=_backward_reference,
+        reference=_backward,
     ),
     triton="fusedops.kernels.moe_route",
     shard=_shard,

@@ -4,8 +4,7 @@
 
 with p the scores of a token (they sum to 1), lse the log-sum-exp of its logits, m the mask. All
 forms of the balance loss differ only in the weights ``w``, which are computed from the counts of
-the choices and are constants. No probabilities are stored. Kernels:
-``csrc/cpu/moe/moe_router_loss.*`` and ``kernels/moe_router_loss.py``.
+the choices and are constants.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.kernels._moe_arguments import RouterLossArguments
+from fusedops.kernels._arguments import RouterLossArguments
 from fusedops.ops._route_math import normalized_sigmoid
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops._routing_reuse import summed_once
@@ -94,7 +93,8 @@ def moe_router_loss(
         >>> fusedops.moe_router_loss(logits, balance=0.0, z=1.0)  # log(4)^2
         tensor(1.9218)
     """
-    ids = _check(logits, choices, balance, z, form, score, num_sequences, mask, group)
+    options = (balance, z, form, score, num_sequences, mask, group)
+    ids = _check(logits, choices, *options)
     tokens, experts = logits.shape
     wide = dtypes.statistics_dtype(logits.dtype)
     totals = _totals(tokens, num_sequences, mask, logits.device)
@@ -118,7 +118,6 @@ def moe_router_loss(
 def _totals(
     tokens: int, sequences: int, mask: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the tokens of each sequence, int64 ``[num_sequences]``."""
     if mask is None:
         return torch.full((sequences,), tokens // sequences, dtype=torch.int64, device=device)
     return mask.view(sequences, -1).sum(1)
@@ -127,7 +126,6 @@ def _totals(
 def _counts(
     ids: torch.Tensor, experts: int, sequences: int, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return how often each sequence chose each expert, int64 ``[num_sequences, E]``."""
     rows = ids.to(torch.int64)
     if mask is not None:
         rows = torch.where(mask[:, None], rows, experts)
@@ -152,17 +150,8 @@ def _sum_over_ranks(
     return summed[:size].view(counts.shape), summed[size:], dist.get_world_size(group)
 
 
-def _check(
-    logits: Any,
-    choices: Any,
-    balance: Any,
-    z: Any,
-    form: Any,
-    score: Any,
-    num_sequences: Any,
-    mask: Any,
-    group: Any,
-) -> torch.Tensor | None:
+def _check(logits: Any, choices: Any, *options: Any) -> torch.Tensor | None:
+    balance, z, form, score, num_sequences, mask, group = options
     op = "moe_router_loss"
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
@@ -224,7 +213,7 @@ def _reference(*args: Any) -> torch.Tensor:
     return rows.sum()
 
 
-def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
+def _backward(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
     """Softmax: dx = p (w - sum w p); sigmoid s: dx = p (1 - s) (w - sum w p)."""
     *inputs, output_mask = args
     if not output_mask[0]:
@@ -271,7 +260,7 @@ _OP = define_op(
         inputs=("logits",),
         outputs=("loss",),
         saves=("logits", "weights", "z_weight", "mask"),
-        reference=_backward_reference,
+        reference=_backward,
     ),
     triton="fusedops.kernels.moe_router_loss",
     shard=_shard,

@@ -1,9 +1,6 @@
 """moe_sort: a stable counting sort of the experts' choices, on every backend without a host sync.
 
-The slots ``token * top_k + choice`` are sorted by expert; within one expert they keep their order
-(token-major). Slots without an expert, dropped ones or sentinels, are last, also in order. A stable
-sort has a unique result, which does not depend on backend, thread count or chunk size. Kernels:
-``csrc/cpu/moe/moe_sort.cpp`` and ``kernels/moe_sort.py``.
+A stable sort has a unique result, which does not depend on backend, thread count or chunk size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """moe_unpack: converts the float8 rows of a payload of ``moe_pack`` to a wider dtype.
 
-Rows that are not quantized are read in place (``PayloadLayout.rows``) and need no op. Kernels:
-``csrc/cpu/moe/moe_pack.*`` and ``kernels/moe_unpack.py``.
+Rows that are not quantized are read in place (``PayloadLayout.rows``) and need no op.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""moe_unpermute: returns the experts' rows to their tokens, weighted and summed.
-
-    output[t] = sum_j probs[t, j] * input[plan.positions[t, j]]
-
-Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_permute`` shares.
-"""
+"""moe_unpermute: returns the experts' rows to their tokens, weighted and summed."""
 
 from __future__ import annotations
 
@@ -75,7 +70,7 @@ def _reference(
     return formulas.combine(input, probs, positions, offsets)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, input, probs, positions, offsets, output_mask = args
     grad_input = grad_probs = None
     if output_mask[0]:
@@ -112,7 +107,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "probs", "positions", "offsets"),
         saved_for={"input": "probs"},
-        reference=_backward_reference,
+        reference=_backward,
     ),
     triton="fusedops.kernels.moe_unpermute",
     shard=_shard,

@@ -1,11 +1,4 @@
-"""Root-mean-square normalisation: each row to mean square 1, then scale.
-
-    y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
-
-over the last dimensions, as ``torch.nn.functional.rms_norm``. The rounding is an argument, because
-models differ in it in half precision. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/rms_norm.py``.
-"""
+"""Root-mean-square normalisation: each row to mean square 1, then scale."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ from fusedops.ops._norm_op import NormOp
 ROUNDINGS = _norm_math.ROUNDINGS
 
 
-_OP = NormOp("rms_norm", centred=False, residual=False).define(checked=False)
+_OP = NormOp(centred=False, residual=False, name="rms_norm").define(checked=False)
 
 
 def rms_norm(

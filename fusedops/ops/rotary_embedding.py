@@ -1,11 +1,7 @@
 """Rotary position embedding: rotates pairs of elements of each head by an angle of the position.
 
-    y = x * cos + turn(x) * sin,   turn(x) = (-x2, x1) for the pair (x1, x2)
-
-``turn`` is ``rotate_half`` of Llama and GPT-NeoX, or ``rotate_every_two`` of GPT-J. Kernels:
-``csrc/cpu/attention/rotary_embedding.*``, ``csrc/cuda/rotary_embedding.*``,
-``kernels/rotary_embedding.py``. The backward is the transposed map, which for a table of cosines
-and sines is the rotation by the negative angle, and uses the same kernels.
+The backward is the transposed map, which for a table of cosines and sines is the rotation by the
+negative angle, and uses the same kernels.
 """
 
 from __future__ import annotations
@@ -121,7 +117,6 @@ def _turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the layout of the result."""
     if x.stride(-1) == 1:
         return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -166,7 +161,7 @@ def _computed(
     return output_mask[0] and query, output_mask[1] and key
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_query, grad_key, cos, sin, interleaved, output_mask = args
     computed = _computed(grad_query, grad_key, output_mask)
     return tuple(
@@ -211,7 +206,7 @@ _OP = define_op(
         inputs=("query", "key"),
         outputs=("rotated_query", "rotated_key"),
         saves=("cos", "sin"),
-        reference=_backward_reference,
+        reference=_backward,
         fake=_backward_fake,
         computed=_computed,
     ),

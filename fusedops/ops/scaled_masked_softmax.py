@@ -1,10 +1,4 @@
-"""Scale, mask and softmax in one pass, from attention scores to probabilities.
-
-    y = softmax(scale * x + mask)
-
-over the last dimension, and 0 for a row in which all elements are masked. Kernels:
-``csrc/cpu/attention/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``.
-"""
+"""Scale, mask and softmax in one pass, from attention scores to probabilities."""
 
 from __future__ import annotations
 
@@ -110,7 +104,7 @@ def _reference(
     return (e / total.masked_fill(total == 0.0, 1.0)).to(input.dtype).contiguous()
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, mask, output, scale, _, output_mask = args
     # `output` is differentiable itself, so this is the second derivative too. Its sum is 1 but for
     # its rounding, which would count times grad and not times a difference of grads.
@@ -163,10 +157,7 @@ _OP = define_op(
     },
     reference=_reference,
     gradient=Gradient(
-        inputs=("input", "mask"),
-        outputs=("output",),
-        saves=("mask", "output"),
-        reference=_backward_reference,
+        inputs=("input", "mask"), outputs=("output",), saves=("mask", "output"), reference=_backward
     ),
     triton="fusedops.kernels.scaled_masked_softmax",
     shard=_shard,

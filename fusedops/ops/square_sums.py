@@ -1,10 +1,7 @@
 """The sum of squares of each of many tensors, for norms over all parameters of a model.
 
-    sums[i] = sum over tensor i of x^2
-
-in float64, whose range includes the square of every float32: a sum is inf or NaN if and only if an
-element is. Kernels: ``csrc/cpu/optimizer/adamw.*``, ``kernels/square_sums.py``. ``fusedops.optim``
-computes norms from these sums, and adds them across processes.
+In float64, whose range includes the square of every float32: a sum is inf or NaN if and only if an
+element is. ``fusedops.optim`` computes norms from these sums, and adds them across processes.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""SwiGLU: the gate of Llama's MLP, element by element.
-
-    y = silu(gate) * up,   silu(x) = x * sigmoid(x)
-
-Kernels: ``csrc/cpu/elementwise/glu.*`` and ``kernels/_glu.py``, which ``geglu`` shares; the
-formulae are in ``ops/_glu_math.py``.
-"""
+"""SwiGLU, the gate of Llama's MLP: ``_glu_math.py``, as ``geglu``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from fusedops._core.library import Gradient, define_op
 from fusedops.ops import _glu_math
 
 
@@ -49,27 +40,4 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _OP(gate, up)
 
 
-def _reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _glu_math.forward(gate, up, "silu")
-
-
-def _backward_reference(
-    grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return _glu_math.backward(grad_output, gate, up, "silu", output_mask)
-
-
-_OP = define_op(
-    "swiglu",
-    "(Tensor gate, Tensor up) -> (Tensor output)",
-    contract={"gate, up, output": "T [*shape]"},
-    reference=_reference,
-    gradient=Gradient(
-        inputs=("gate", "up"),
-        outputs=("output",),
-        saves=("gate", "up"),
-        reference=_backward_reference,
-    ),
-    triton="fusedops.kernels.swiglu",
-    shard=_glu_math.shard,
-)
+_OP = _glu_math.define("swiglu")

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops._core import dtypes
-from fusedops.specs.make import common_offset, randn_on
+from fusedops.specs.make import TensorFactory, common_offset
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, wrong_tensors
 
 LIMITS = (
@@ -37,23 +36,19 @@ def eager(norm: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor
     return add_and_normalize
 
 
-def arguments(
-    *shape: int, dims: int = 1, takes_bias: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, ...]:
+def arguments(new: TensorFactory, *shape: int, dims: int = 1, takes_bias: bool) -> tuple[Any, ...]:
     """Return input, residual, normalized shape (the last ``dims``), weight, and bias if any."""
-    new = randn_on(device, dtype)
     normalized = shape[-dims:]
     data = (new(*shape), new(*shape, key="residual"), normalized)
     parameters = (new(*normalized, shift=1.0, key="w"), new(*normalized, key="b"))
     return (*data, *parameters[: 1 + takes_bias])
 
 
-def samples(device: torch.device, dtype: torch.dtype, *, takes_bias: bool) -> list[Sample]:
-    """Return the calls of either op."""
-    call = functools.partial(arguments, takes_bias=takes_bias, device=device, dtype=dtype)
-    mixed = (call(6, 40)[0], *call(6, 40, dtype=dtypes.statistics_dtype(dtype))[1:])
+def samples(new: TensorFactory, *, takes_bias: bool) -> list[Sample]:
+    call = functools.partial(arguments, new, takes_bias=takes_bias)
+    mixed = (call(6, 40)[0], *arguments(new.wide, 6, 40, takes_bias=takes_bias)[1:])
     shifted, *others = call(7, 33)
-    shifted = (shifted.detach() + common_offset(dtype)).requires_grad_()
+    shifted = (shifted.detach() + common_offset(new.dtype)).requires_grad_()
     return [
         Sample("rows", call(7, 33)),
         Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
@@ -96,9 +91,9 @@ def bad_inputs(device: torch.device) -> list[BadInput]:
 def case_function(*, takes_bias: bool) -> Callable[..., BenchCase]:
     """Return what makes a benchmark row; an op without a bias gets an ``eps`` in its place."""
 
-    def case(rows: int, columns: int, p: float = 0.0, headline: bool = False) -> BenchCase:
-        def make(device: torch.device, dtype: torch.dtype) -> Sample:
-            args = arguments(rows, columns, takes_bias=takes_bias, device=device, dtype=dtype)
+    def case(rows: int, columns: int, p: float = 0.0) -> BenchCase:
+        def make(new: TensorFactory) -> Sample:
+            args = arguments(new, rows, columns, takes_bias=takes_bias)
             eps = () if takes_bias else (1e-6,)
             return Sample("bench", (*args, *eps), {"dropout_p": p}, random=p > 0)
 
@@ -106,17 +101,16 @@ def case_function(*, takes_bias: bool) -> Callable[..., BenchCase]:
         size = rows * columns
         # Both gradients and the sum; without dropout both inputs have the same gradient.
         backward = (5 if p else 4) * size
-        return BenchCase.moving(label, make, (4 * size, backward), headline=headline)
+        return BenchCase.moving(label, make, (4 * size, backward))
 
     return case
 
 
 def cases(case: Callable[..., BenchCase]) -> tuple[BenchCase, ...]:
-    """Return the rows of either op."""
     return (
         case(4096, 768),
-        case(4096, 1024, headline=True),
-        case(4096, 1024, p=0.1, headline=True),
+        case(4096, 1024).headlined(),
+        case(4096, 1024, p=0.1).headlined(),
         case(8192, 4096),
         case(16, 768),
     )

@@ -22,14 +22,13 @@ def attend(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: torch.Tensor | None = None,
-    left: int = -1,
-    right: int = -1,
+    window: tuple[int, int] = (-1, -1),
     offset: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output ``[B, H, Sq, Dv]`` and log-sum-exp; ``[B, H, S, D]`` arguments."""
     key, value = _per_query_head(query, key, value)
-    distance, forbidden = _distances(query, key, attn_mask, left, right, offset)
+    distance, forbidden = _distances(query, key, attn_mask, *window, offset)
     scores = query @ key.transpose(-1, -2)
     scores = _with_options(scores, distance, query.shape[-1], attn_mask, **options)
     scores = scores.masked_fill(forbidden, -torch.inf)
@@ -49,8 +48,7 @@ def attend_not_finite(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: torch.Tensor | None = None,
-    left: int = -1,
-    right: int = -1,
+    window: tuple[int, int] = (-1, -1),
     offset: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +61,7 @@ def attend_not_finite(
     """
     assert dropout_p == 0.0, "a random call is compared with the reference"
     key, value = _per_query_head(query, key, value)
-    distance, forbidden = _distances(query, key, attn_mask, left, right, offset)
+    distance, forbidden = _distances(query, key, attn_mask, *window, offset)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         forbidden = forbidden | (attn_mask == -torch.inf)
     shape = (*query.shape[:3], key.shape[2])
@@ -110,14 +108,10 @@ def _per_query_head(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.T
 
 
 def _distances(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    left: int,
-    right: int,
-    offset: int,
+    query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, *place: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each key is from each query, and which it may not attend."""
+    left, right, offset = place
     distance = torch.arange(key.shape[2], device=query.device) - offset
     distance = distance - torch.arange(query.shape[2], device=query.device)[:, None]
     forbidden = torch.zeros_like(distance, dtype=torch.bool)

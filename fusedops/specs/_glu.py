@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from fusedops.specs.make import randn, with_extremes
+from fusedops.specs.make import TensorFactory, with_extremes
 from fusedops.specs.spec import BenchCase, Sample
 
 
-def samples(new: Callable[..., torch.Tensor]) -> list[Sample]:
-    """Return calls on ``(gate, up)``; ``new(*shape, key=...)`` makes a tensor."""
-
+def samples(new: TensorFactory) -> list[Sample]:
     def chunks(*shape: int) -> tuple[Any, ...]:
         halves = new(*shape[:-1], 2 * shape[-1]).detach().chunk(2, -1)
         return tuple(half.requires_grad_() for half in halves)
@@ -31,19 +26,17 @@ def samples(new: Callable[..., torch.Tensor]) -> list[Sample]:
     ]
 
 
-def case(
-    rows: int, columns: int, *others: Any, chunks: bool = False, headline: bool = False
-) -> BenchCase:
+def case(rows: int, columns: int, *others: Any, chunks: bool = False) -> BenchCase:
     """Return a size; ``others`` follow gate and up in the call."""
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         if chunks:
-            gate_up = randn(rows, 2 * columns, device=device, dtype=dtype, grad=False)
+            gate_up = new(rows, 2 * columns, grad=False)
             pair = [half.requires_grad_() for half in gate_up.chunk(2, -1)]
         else:
-            pair = [randn(rows, columns, device=device, dtype=dtype, key=key) for key in "gu"]
-        return Sample("bench", (*pair, *others))
+            pair = [new(rows, columns, key=key) for key in "gu"]
+        return (*pair, *others)
 
     words = [f"{rows}x{columns}", *map(str, others), *(["chunks"] if chunks else [])]
     size = rows * columns
-    return BenchCase.moving(" ".join(words), make, (3 * size, 5 * size), headline=headline)
+    return BenchCase.moving(" ".join(words), make, (3 * size, 5 * size))

@@ -63,18 +63,7 @@ def plan(
     grad: bool = True,
     key: str = "",
 ) -> RoutingPlan:
-    """Return a plan whose ``probs`` are a leaf.
-
-    Args:
-        tokens: ``T``.
-        top_k: ``k``.
-        num_experts: ``E``.
-        device: of all tensors.
-        dtype: of the activations: ``probs`` are float64 if it is float64, else float32.
-        pattern: a name of ``PATTERNS``.
-        grad: whether ``probs`` require a gradient.
-        key: another seed.
-    """
+    """Return a plan whose ``probs`` are a leaf, for activations of ``dtype``; ``key``: a seed."""
     ids, kept = choices(pattern, tokens, top_k, num_experts, device)
     wide = dtypes.statistics_dtype(dtype)
     probs = randn(tokens, top_k, device=device, dtype=wide, grad=False, key=f"probs{key}")

@@ -6,23 +6,21 @@ import functools
 
 import torch
 
-from fusedops._core import dtypes
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import TensorFactory
 from fusedops.specs.rms_norm import eager_rms_norm
-from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
+from fusedops.specs.spec import BadInput, Sample, bad_changes, describe
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    call = functools.partial(_add_norm.arguments, takes_bias=False, device=device, dtype=dtype)
-    wide_weight = call(6, 40, dtype=dtypes.statistics_dtype(dtype))[3]
-    offset_weight = randn(33, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    call = functools.partial(_add_norm.arguments, new, takes_bias=False)
+    wide_weight = _add_norm.arguments(new.wide, 6, 40, takes_bias=False)[3]
     hf = {"rounding": "hf", "eps": 1e-6}
     return [
-        *_add_norm.samples(device, dtype, takes_bias=False),
+        *_add_norm.samples(new, takes_bias=False),
         Sample("long_rows", call(2, 17000)),
-        Sample("weight_offset", (*call(7, 33)[:3], offset_weight), {"weight_offset": 1.0}),
+        Sample("weight_offset", (*call(7, 33)[:3], new(33)), {"weight_offset": 1.0}),
         Sample("hf", call(7, 33), hf),
         Sample("hf_wide_weight", (*call(6, 40)[:3], wide_weight), hf),
         Sample("hf_dropout", call(6, 40), hf | {"dropout_p": 0.5}, random=True),
@@ -41,13 +39,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 _case = _add_norm.case_function(takes_bias=False)
 
-SPEC = Spec(
-    name="add_rms_norm",
-    op=add_rms_norm,
-    eager=_add_norm.eager(eager_rms_norm),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(add_rms_norm, _add_norm.eager(eager_rms_norm), _samples, _bad_inputs, _case)(
     bench_cases=_add_norm.cases(_case),
     summary="dropout, residual sum and root-mean-square normalisation",
     autocast="norm",

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn, randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def written_out(
@@ -37,17 +37,9 @@ def written_out(
             t.reshape(-1, *((1,) if t.dim() == 2 else ()), *t.shape[-3:])
             for t in (query, key, value)
         )
-    output, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        left=left,
-        right=0 if is_causal else right,
-        scale=scale,
-        **options,
-    )
+    options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "scale": scale}
+    window = (left, 0 if is_causal else right)
+    output, lse = attend(query, key, value, window=window, **options)
     output = output.reshape(*rows, output.shape[-1])
     return (output, lse.reshape(rows)) if return_lse else output
 
@@ -69,10 +61,8 @@ def _eager(
     return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    plain = randn_on(device, wide)
+def _samples(new: TensorFactory) -> list[Sample]:
+    plain, device = new.wide, new.device
 
     def qkv(
         batch: int = 2,
@@ -104,7 +94,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def keep(*shape: int) -> torch.Tensor:
         return plain(*shape, grad=False, key="mask") > -0.3
 
-    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=plain.dtype)
     none_of_second = keep(5, 7).clone()
     none_of_second[1] = False
     sinks = plain(2, key="sinks")
@@ -203,37 +193,28 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    batch: int,
-    heads: int,
-    rows: int,
-    size: int,
-    what: str = "causal",
-    *,
-    key_heads: int | None = None,
-    headline: bool = False,
+    batch: int, heads: int, rows: int, size: int, what: str = "causal", key_heads: int | None = None
 ) -> BenchCase:
     shared = heads if key_heads is None else key_heads
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        def new(count: int, key: str) -> torch.Tensor:
-            made = randn(batch, rows, count, size, device=device, dtype=dtype, key=key)
+    def make(new: TensorFactory) -> Sample:
+        def heads_of(count: int, key: str) -> torch.Tensor:
+            made = new(batch, rows, count, size, key=key)
             return made.detach().transpose(1, 2).requires_grad_()
 
-        q, k, v = new(heads, "q"), new(shared, "k"), new(shared, "v")
+        q, k, v = heads_of(heads, "q"), heads_of(shared, "k"), heads_of(shared, "v")
         options: dict[str, Any] = {"enable_gqa": True} if shared != heads else {}
         if what == "causal":
             options["is_causal"] = True
         elif what == "mask":
-            noise = randn(batch, 1, 1, rows, device=device, dtype=torch.float32, grad=False)
+            noise = new(batch, 1, 1, rows, dtype=torch.float32, grad=False)
             options["attn_mask"] = noise > -1.0
         elif what == "window":
             options |= {"is_causal": True, "window": (rows // 8, -1)}
         elif what == "softcap":
             options |= {"is_causal": True, "softcap": 30.0}
         elif what == "bias":
-            options["attn_mask"] = randn(
-                1, heads, rows, rows, device=device, dtype=dtype, grad=False, key="bias"
-            )
+            options["attn_mask"] = new(1, heads, rows, rows, grad=False, key="bias")
         return Sample("bench", (q, k, v), options)
 
     tokens = batch * rows * size
@@ -243,7 +224,7 @@ def _case(
     grouped = f"/{shared}" if shared != heads else ""
     label = f"{batch}x{heads}{grouped}x{rows}x{size} {what}"
     elements = ((2 * heads + 2 * shared) * tokens, (4 * heads + 4 * shared) * tokens)
-    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs))
 
 
 def _from_opinfo(
@@ -253,17 +234,11 @@ def _from_opinfo(
     return None if kwargs.get("dropout_p", 0.0) else ((query, *args), kwargs)
 
 
-SPEC = Spec(
-    name="attention",
-    op=attention,
-    eager=_eager,
+SPEC = describe(attention, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(written_out, attend=attend) for attend in NOT_FINITE),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(8, 12, 512, 64, "mask", headline=True),
-        _case(4, 12, 1024, 64, "causal", headline=True),
+        _case(8, 12, 512, 64, "mask").headlined(),
+        _case(4, 12, 1024, 64, "causal").headlined(),
         _case(8, 12, 128, 64, "mask"),
         _case(8, 12, 256, 64, "causal"),
         _case(1, 8, 4096, 128, "causal"),

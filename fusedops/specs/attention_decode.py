@@ -10,8 +10,8 @@ import torch
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn, randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -60,11 +60,10 @@ def _with_empty_end(
     return _eager(query, key_cache, value_cache, cache_seqlens, **options)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype, grad=False)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
-    sinks = randn(2, device=device, dtype=wide, grad=False, key="sinks")
+def _samples(new: TensorFactory) -> list[Sample]:
+    device, wide = new.device, new.wide
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide.dtype)
+    sinks = wide(2, grad=False, key="sinks")
 
     def call(
         lengths: tuple[int, ...],
@@ -77,9 +76,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ) -> tuple[torch.Tensor, ...]:
         batch = len(lengths)
         return (
-            new(batch, heads, rows, size, key="q"),
-            new(batch, key_heads, capacity, size, key="k"),
-            new(batch, key_heads, capacity, value_size, key="v"),
+            new(batch, heads, rows, size, grad=False, key="q"),
+            new(batch, key_heads, capacity, size, grad=False, key="k"),
+            new(batch, key_heads, capacity, value_size, grad=False, key="v"),
             torch.tensor(lengths, device=device, dtype=torch.int32),
         )
 
@@ -127,29 +126,26 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype, grad=False)
-        cache = [new(batch, key_heads, filled, size, key=name) for name in "kv"]
+    def make(new: TensorFactory) -> tuple[torch.Tensor, ...]:
+        cache = [new(batch, key_heads, filled, size, grad=False, key=name) for name in "kv"]
         step = max(1, filled // (4 * batch))
-        lengths = torch.tensor([filled - n * step for n in range(batch)], device=device)
-        return Sample("bench", (new(batch, heads, 1, size), *cache, lengths))
+        lengths = torch.tensor([filled - n * step for n in range(batch)], device=new.device)
+        return (new(batch, heads, 1, size, grad=False), *cache, lengths)
 
     average = filled - filled // 8
     label = f"{batch}x{heads}/{key_heads}x{size}, {filled} cached"
     elements = (2 * batch * key_heads * average * size, 0)
     flops = (4 * batch * heads * average * size, 0)
-    return BenchCase.moving(label, make, elements, flops, headline=filled == 2048)
+    return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="attention_decode",
-    op=attention_decode,
-    eager=_eager,
+SPEC = describe(attention_decode, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(_with_empty_end, attend=attend) for attend in NOT_FINITE),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),
+    bench_cases=(
+        _case(8, 32, 8, 2048, 128).headlined(),
+        _case(1, 12, 12, 512, 64),
+        _case(1, 32, 8, 8192, 128),
+    ),
     summary="attention of new tokens over a cache with ragged lengths",
     autocast="lower",
     rows_are_independent=False,

@@ -9,8 +9,8 @@ import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -39,16 +39,8 @@ def _eager(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[n]
-        output, lse = attend(
-            q,
-            k,
-            v,
-            left=left,
-            right=0 if is_causal else right,
-            offset=k.shape[2] - q.shape[2],
-            alibi_slopes=slopes,
-            **options,
-        )
+        options |= {"offset": k.shape[2] - q.shape[2], "alibi_slopes": slopes}
+        output, lse = attend(q, k, v, window=(left, 0 if is_causal else right), **options)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
     output, lse = torch.cat(outputs), torch.cat(lses, 1)
@@ -59,11 +51,9 @@ def _ends(device: torch.device, *lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    plain = randn_on(device, wide)
-    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+def _samples(new: TensorFactory) -> list[Sample]:
+    plain, device = new.wide, new.device
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=plain.dtype)
 
     def call(
         q_lengths: tuple[int, ...],
@@ -137,31 +127,24 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = False) -> BenchCase:
+def _case(lengths: tuple[int, ...], heads: int, size: int) -> BenchCase:
     total = sum(lengths)
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+    def make(new: TensorFactory) -> Sample:
         tensors = (new(total, heads, size, key=name) for name in "qkv")
-        ends, longest = _ends(device, *lengths), max(lengths)
+        ends, longest = _ends(new.device, *lengths), max(lengths)
         return Sample("bench", (*tensors, ends, ends, longest, longest), {"is_causal": True})
 
     pairs = sum(length * length for length in lengths) * heads * size // 2
     label = f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal"
     elements = (4 * total * heads * size, 8 * total * heads * size)
-    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs))
 
 
-SPEC = Spec(
-    name="attention_varlen",
-    op=attention_varlen,
-    eager=_eager,
+SPEC = describe(attention_varlen, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(functools.partial(_eager, attend=attend) for attend in NOT_FINITE),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case((100, 512, 37, 350, 1024, 25), 12, 64, headline=True),
+        _case((100, 512, 37, 350, 1024, 25), 12, 64).headlined(),
         _case((64,) * 32, 12, 64),
     ),
     summary="attention over packed sequences, no padding computed",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fusedops.ops.baddbmm import baddbmm
-from fusedops.specs.make import randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -32,23 +32,20 @@ def _eager(
 
 
 def _call(
+    new: TensorFactory,
     name: str,
     addend: tuple[int, ...],
     first: tuple[int, ...],
     second: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
     **factors: float,
 ) -> Sample:
-    new = randn_on(device, dtype)
     scale = max(first[-1], 1) ** -0.5
     args = (new(*addend), new(*first, key="1"), new(*second, scale=scale, key="2"))
     return Sample(name, args, factors)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    call = functools.partial(_call, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    call = functools.partial(_call, new)
     keys = new(2, 3, 7, 6, scale=0.4, key="keys").detach().mT.requires_grad_()
     return [
         call("default", (4, 5, 7), (4, 5, 6), (4, 6, 7)),
@@ -92,18 +89,19 @@ def _case(
     addend: tuple[int, ...],
     first: tuple[int, ...],
     second: tuple[int, ...],
-    headline: bool = False,
     **factors: float,
 ) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        return _call("bench", addend, first, second, device, dtype, **factors)
-
     leading = torch.broadcast_shapes(first[:-2], second[:-2])
     result = math.prod(leading) * first[-2] * second[-1]
     operands = math.prod(addend) + math.prod(first) + math.prod(second)
     flops = 2 * result * first[-1]
     elements = (operands + result, 2 * operands + result)
-    return BenchCase.moving(label, make, elements, (flops, 2 * flops), headline=headline)
+    return BenchCase.moving(
+        label,
+        lambda new: _call(new, "bench", addend, first, second, **factors),
+        elements,
+        (flops, 2 * flops),
+    )
 
 
 def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
@@ -111,23 +109,11 @@ def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
     return _case(label, (batch, rows, columns), (batch, rows, inner), (batch, inner, columns))
 
 
-SPEC = Spec(
-    name="baddbmm",
-    op=baddbmm,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_sized,
+_ALIBI = "8x12 scores 512x64x512, ALiBi"
+SPEC = describe(baddbmm, _eager, _samples, _bad_inputs, _sized)(
     bench_cases=(
-        _case(
-            "8x12 scores 512x64x512, ALiBi",
-            (12, 1, 512),
-            (8, 12, 512, 64),
-            (8, 12, 64, 512),
-            headline=True,
-            alpha=0.125,
-        ),
-        _case("16x256x256x256", (16, 256, 256), (16, 256, 256), (16, 256, 256), headline=True),
+        _case(_ALIBI, (12, 1, 512), (8, 12, 512, 64), (8, 12, 64, 512), alpha=0.125).headlined(),
+        _case("16x256x256x256", (16, 256, 256), (16, 256, 256), (16, 256, 256)).headlined(),
         _case("4x1024x768x768, bias row", (768,), (4, 1024, 768), (4, 768, 768)),
         _case("96x128x64x128", (96, 128, 128), (96, 128, 64), (96, 64, 128)),
         _case("16x12 decode 1x64x512, ALiBi", (12, 1, 512), (16, 12, 1, 64), (16, 12, 64, 512)),

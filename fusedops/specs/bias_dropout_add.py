@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.specs import _add_norm, depth
-from fusedops.specs.make import randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -21,10 +21,8 @@ def _eager(
     return residual + F.dropout(input if bias is None else input + bias, p, training)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    stream = randn_on(device, wide)
+def _samples(new: TensorFactory) -> list[Sample]:
+    stream = new.wide
 
     def call(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return new(*shape), new(shape[-1], key="bias"), new(*shape, key="residual")
@@ -71,30 +69,21 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    rows: int, columns: int, p: float, *, bias: bool = False, headline: bool = False
-) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+def _case(rows: int, columns: int, p: float, *, bias: bool = False) -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
         added = new(columns, key="bias") if bias else None
         data = (new(rows, columns), added, new(rows, columns, key="residual"), p)
         return Sample("bench", data, random=p > 0)
 
     size = rows * columns
     label = f"{rows}x{columns}, dropout {p}" + (", bias" if bias else "")
-    return BenchCase.moving(label, make, (3 * size, 2 * size), headline=headline)
+    return BenchCase.moving(label, make, (3 * size, 2 * size))
 
 
-SPEC = Spec(
-    name="bias_dropout_add",
-    op=bias_dropout_add,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(bias_dropout_add, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(4096, 1024, 0.1, headline=True),
-        _case(4096, 1024, 0.1, bias=True, headline=True),
+        _case(4096, 1024, 0.1).headlined(),
+        _case(4096, 1024, 0.1, bias=True).headlined(),
         _case(8192, 4096, 0.1),
         _case(16, 768, 0.1, bias=True),
     ),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.specs import depth
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return ACTIVATIONS[GELU_VARIANTS[approximate]](input + bias)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
     samples = [
         Sample(f"{name}_{approximate}", (new(*shape), new(shape[-1], key="bias"), approximate))
         for approximate in GELU_VARIANTS
@@ -53,25 +54,18 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(rows: int, columns: int, approximate: str, headline: bool = False) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
-        return Sample("bench", (new(rows, columns), new(columns, key="bias"), approximate))
+def _case(rows: int, columns: int, approximate: str) -> BenchCase:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
+        return new(rows, columns), new(columns, key="bias"), approximate
 
     size = rows * columns
     label = f"{rows}x{columns} {approximate}"
-    return BenchCase.moving(label, make, (2 * size, 3 * size), headline=headline)
+    return BenchCase.moving(label, make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="bias_gelu",
-    op=bias_gelu,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(bias_gelu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(4096, 4096, "tanh", headline=True),
+        _case(4096, 4096, "tanh").headlined(),
         _case(4096, 4096, "none"),
         _case(4096, 4096, "fast"),
         _case(8192, 3072, "tanh"),

@@ -65,13 +65,8 @@ def run(
     """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
 
     Outputs that have no gradient, where only some tensors of the sample require one, are left out.
-
-    Args:
-        function: the op, or what it is compared with.
-        sample: the call.
-        incoming: gives the incoming gradients of the floating outputs.
-        rounded_to: the dtypes that incoming gradients are rounded to first, for a call that is
-            compared with one whose outputs have these dtypes.
+    ``incoming`` gives the incoming gradients of the floating outputs. They are rounded to the
+    dtypes ``rounded_to`` first, for a call that is compared with one whose outputs have these.
     """
     seed_generators(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
@@ -112,16 +107,7 @@ def baseline(
 
 
 def difference_from_truth(actual: ComparisonResult, spec: Spec, sample: Sample) -> str | None:
-    """Return the first output or gradient of a call that is over its error budget, and where.
-
-    Args:
-        actual: what the call gave.
-        spec: of the op.
-        sample: the call.
-
-    Returns:
-        A sentence, or ``None`` when all is within budget.
-    """
+    """Return the first output or gradient that is over its error budget, and where, or ``None``."""
     return difference_from_exact(
         actual, truth(spec, sample), baseline(spec, fresh(sample)), spec, sample
     )
@@ -133,12 +119,8 @@ def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) ->
     Eager torch has no counterpart of many calls of several dtypes. The results must have the dtypes
     that the reference gives, and be no more wrong than eager torch is where all tensors have the
     least precise dtype among them, which inner values may have. The truth is eager float64.
-
-    Args:
-        spec: of the op.
-        sample: the call.
-        loose: allow half of the digits of the largest value as well, for calls that nobody has
-            looked at: where terms cancel, errors are as large as the terms and not as their sum.
+    ``loose`` allows half of the digits of the largest value as well, for calls that nobody has
+    looked at: where terms cancel, errors are as large as the terms and not as their sum.
     """
     got = run(spec.op, sample)
     with backends.use_backend("torch"):
@@ -171,17 +153,8 @@ def difference_from_exact(
 ) -> str | None:
     """Return what ``difference_from_truth`` does, of a truth and a baseline that are given.
 
-    Args:
-        actual: what the call gave.
-        exact: what it should give, in float64.
-        eager: what another implementation gets in the dtypes of the call.
-        spec: of the op.
-        sample: the call.
-        inside: dtype of the values that results are made of, where the spec does not say it.
-        loose: whether half of the digits of the largest value may be wrong.
-
-    Returns:
-        A sentence, or ``None`` when all is within budget.
+    ``exact`` is what the call should give, in float64, and ``eager`` what another implementation
+    gets in its dtypes; ``inside`` and ``loose`` as in ``difference``.
     """
     depth = spec.depth(sample)
     inside = inside or spec.inner_dtype(sample)
@@ -214,13 +187,9 @@ def difference(
 ) -> str | None:
     """Return how a tensor differs from its truth by more than its budget, or ``None``.
 
-    Args:
-        got: the result.
-        want: the truth, float64.
-        base: what eager torch gets in the dtype of ``got``.
-        depth: how many terms are summed into an element.
-        inside: dtype of the values that the result is made of, where it is not the result's.
-        loose: whether half of the digits of the largest value may be wrong.
+    The truth ``want`` is float64, and ``base`` what eager torch gets in the dtype of ``got``. Of
+    ``depth`` terms an element is the sum, of values of the dtype ``inside`` (by default its own).
+    ``loose`` allows half of the digits of the largest value to be wrong.
     """
     if got.shape != want.shape:
         return f"shape {list(got.shape)}, wanted {list(want.shape)}"

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
-from fusedops.specs.make import common_offset, randint, randn, randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def eager(
@@ -46,9 +46,7 @@ def ignoring(
     return eager(logits, target, ignore_index=ignore_index, **options)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -58,13 +56,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         shift: float = 0.0,
         **options: Any,
     ) -> Sample:
-        target = randint(*rows, high=classes, device=device)
+        target = new.integers(*rows, high=classes)
         for row in ignored:
             target.view(-1)[row] = options.get("ignore_index", -100)
         return Sample(name, (new(*rows, classes, scale=scale, shift=shift), target), options)
 
     none: dict[str, Any] = {"reduction": "none"}
     every: dict[str, Any] = {"softcap": 4.0, "label_smoothing": 0.2, "z_loss": 1e-2}
+    large = common_offset(new.dtype)
     return [
         call("rows", (7,), 33, **none),
         call("mean", (7,), 33, (2, 6)),
@@ -77,12 +76,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("ignore_class", (7,), 5, (2,), ignore_index=3),
         call("large_logits", (5,), 70, scale=40.0, **none),
         call("shifted", (5,), 70, shift=-60.0, **none),
-        Sample("extremes", (with_extremes(new(9, 33)), randint(9, high=33, device=device)), none),
+        Sample("extremes", (with_extremes(new(9, 33)), new.integers(9, high=33)), none),
         call("offset", (5,), 70, shift=1e3),
-        call("large_offset", (5,), 70, shift=common_offset(dtype), label_smoothing=0.1),
-        call(
-            "negative_offset", (5,), 2100, shift=-common_offset(dtype), label_smoothing=0.1, **none
-        ),
+        call("large_offset", (5,), 70, shift=large, label_smoothing=0.1),
+        call("negative_offset", (5,), 2100, shift=-large, label_smoothing=0.1, **none),
         call("offset_z_loss", (5,), 70, shift=1e3, z_loss=1e-4),
         call("one_row", (), 129),
         call("one_class", (3,), 1, **none),
@@ -118,14 +115,13 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(rows: int, classes: int, headline: bool = False, **options: Any) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        logits = randn(rows, classes, device=device, dtype=dtype)
-        return Sample("bench", (logits, randint(rows, high=classes, device=device)), options)
+def _case(rows: int, classes: int, **options: Any) -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
+        return Sample("bench", (new(rows, classes), new.integers(rows, high=classes)), options)
 
     extra = "".join(f" {name}={value}" for name, value in options.items())
     label, size = f"{rows}x{classes}{extra}", rows * classes
-    return BenchCase.moving(label, make, (size, 2 * size), headline=headline)
+    return BenchCase.moving(label, make, (size, 2 * size))
 
 
 def _from_opinfo(
@@ -137,16 +133,10 @@ def _from_opinfo(
     return (input.movedim(1, -1), target), kwargs
 
 
-SPEC = Spec(
-    name="cross_entropy",
-    op=cross_entropy,
-    eager=eager,
+SPEC = describe(cross_entropy, eager, _samples, _bad_inputs, _case)(
     non_finite=(ignoring,),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(2048, 50257, headline=True),
+        _case(2048, 50257).headlined(),
         _case(2048, 50257, z_loss=1e-4, label_smoothing=0.1),
         _case(2048, 50257, softcap=30.0),
         _case(8192, 32000),

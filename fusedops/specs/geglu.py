@@ -9,8 +9,8 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, depth
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -26,8 +26,7 @@ def _with_tails(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none")
     return gate * torch.sigmoid(slope * cubic) * up
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
     variants = [
         Sample(
             f"{name}_{approximate}",
@@ -59,16 +58,10 @@ def _sized(rows: int, columns: int, approximate: str = "tanh") -> BenchCase:
     return _glu.case(rows, columns, approximate)
 
 
-SPEC = Spec(
-    name="geglu",
-    op=geglu,
-    eager=_eager,
+SPEC = describe(geglu, _eager, _samples, _bad_inputs, _sized)(
     non_finite=(_eager, _with_tails),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_sized,
     bench_cases=(
-        _glu.case(4096, 4096, "tanh", headline=True),
+        _glu.case(4096, 4096, "tanh").headlined(),
         _glu.case(4096, 4096, "none"),
         _glu.case(2048, 11008, "tanh", chunks=True),
         _glu.case(16, 4096, "tanh"),

@@ -9,16 +9,15 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import randn, randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return ACTIVATIONS[GELU_VARIANTS[approximate]](input)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
     samples = [
         Sample(f"{name}_{approximate}", (new(*shape, scale=scale),), {"approximate": approximate})
         for approximate in GELU_VARIANTS
@@ -51,24 +50,15 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(shape: tuple[int, ...], approximate: str, headline: bool = False) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        return Sample("bench", (randn(*shape, device=device, dtype=dtype), approximate))
-
+def _case(shape: tuple[int, ...], approximate: str) -> BenchCase:
     label = f"{'x'.join(map(str, shape))} {approximate}"
     elements = (2 * math.prod(shape), 3 * math.prod(shape))
-    return BenchCase.moving(label, make, elements, headline=headline)
+    return BenchCase.moving(label, lambda new: (new(*shape), approximate), elements)
 
 
-SPEC = Spec(
-    name="gelu",
-    op=gelu,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(gelu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case((4096, 4096), "fast", headline=True),
+        _case((4096, 4096), "fast").headlined(),
         _case((4096, 4096), "tanh"),
         _case((4096, 4096), "none"),
         _case((16, 3072), "fast"),

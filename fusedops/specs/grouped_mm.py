@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.grouped_mm import grouped_mm
-from fusedops.specs.make import randn, randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -34,22 +33,20 @@ def _eager(
 
 
 def _weight(
-    groups: int, matrix: tuple[int, int], transposed: bool, device: torch.device, dtype: torch.dtype
+    new: TensorFactory, groups: int, matrix: tuple[int, int], transposed: bool
 ) -> torch.Tensor:
     depth, columns = matrix
-    new = randn_on(device, dtype)
-    new = functools.partial(new, scale=max(depth, 1) ** -0.5, key="w")
+    scale = max(depth, 1) ** -0.5
     if transposed:
-        return new(groups, columns, depth).detach().mT.requires_grad_()
-    return new(groups, depth, columns)
+        return new(groups, columns, depth, scale=scale, key="w").detach().mT.requires_grad_()
+    return new(groups, depth, columns, scale=scale, key="w")
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
 
     def call(
         name: str,
@@ -63,8 +60,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         depth, columns = matrix
         args = (
             new(sum(sizes) + tail, depth),
-            _weight(len(sizes), matrix, transposed, device, dtype),
-            _ends(sizes, device),
+            _weight(new, len(sizes), matrix, transposed),
+            _ends(sizes, new.device),
             new(len(sizes), columns, key="b") if bias else None,
         )
         return Sample(name, args, {"activation": activation})
@@ -110,41 +107,27 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    rows: int,
-    groups: int,
-    depth: int,
-    columns: int,
-    transposed: bool = True,
-    headline: bool = False,
-) -> BenchCase:
+def _case(rows: int, groups: int, depth: int, columns: int, transposed: bool = True) -> BenchCase:
     # Uneven groups: sizes grow to three times the smallest.
     weights = [1 + 2 * group / max(1, groups - 1) for group in range(groups)]
     ends = [round(weight * rows / sum(weights)) for weight in accumulate(weights)]
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        weight = _weight(groups, (depth, columns), transposed, device, dtype)
-        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        return Sample("bench", (randn(rows, depth, device=device, dtype=dtype), weight, offsets))
+    def make(new: TensorFactory) -> tuple[torch.Tensor, ...]:
+        offsets = torch.tensor(ends, dtype=torch.int32, device=new.device)
+        return new(rows, depth), _weight(new, groups, (depth, columns), transposed), offsets
 
     operands = rows * depth + groups * depth * columns
     result = rows * columns
     flops = 2 * rows * depth * columns
     label = f"{rows}x{depth}->{columns}, {groups} groups" + (", [N, K]" if transposed else "")
     elements = (operands + result, 2 * operands + result)
-    return BenchCase.moving(label, make, elements, (flops, 2 * flops), headline=headline)
+    return BenchCase.moving(label, make, elements, (flops, 2 * flops))
 
 
-SPEC = Spec(
-    name="grouped_mm",
-    op=grouped_mm,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(grouped_mm, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(2048, 8, 1024, 2048, headline=True),
-        _case(4096, 64, 1024, 768, headline=True),
+        _case(2048, 8, 1024, 2048).headlined(),
+        _case(4096, 64, 1024, 768).headlined(),
         _case(2048, 8, 1024, 2048, transposed=False),
         _case(64, 64, 1024, 768),
         _case(256, 16, 128, 96),

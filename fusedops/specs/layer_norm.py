@@ -9,12 +9,11 @@ import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import depth
-from fusedops.specs.make import common_offset, randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
     weight, bias = new(33, key="weight", shift=1.0), new(33, key="bias")
 
     def call(*shape: int, dims: int = 1) -> tuple[Any, ...]:
@@ -24,7 +23,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         Sample("rows", (new(7, 33), (33,), weight, bias)),
         Sample("offset", (new(7, 33, shift=1e3), (33,), weight, bias)),
-        Sample("large_offset", (new(7, 33, shift=common_offset(dtype)), (33,), weight, bias)),
+        Sample("large_offset", (new(7, 33, shift=common_offset(new.dtype)), (33,), weight, bias)),
         Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
         Sample("two_normalized_dims", call(5, 4, 6, dims=2)),
         Sample("no_parameters", (new(4, 17), (17,))),
@@ -60,26 +59,19 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     return [*bad_inputs_of_norms(device), bad("bias_shape", "bias", "[1]", bias=bias)]
 
 
-def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+def _case(rows: int, columns: int) -> BenchCase:
+    def make(new: TensorFactory) -> tuple[Any, ...]:
         parameters = (new(columns, shift=1.0, key="w"), new(columns, key="b"))
-        return Sample("bench", (new(rows, columns), (columns,), *parameters))
+        return (new(rows, columns), (columns,), *parameters)
 
     size = rows * columns
-    return BenchCase.moving(f"{rows}x{columns}", make, (2 * size, 3 * size), headline=headline)
+    return BenchCase.moving(f"{rows}x{columns}", make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="layer_norm",
-    op=layer_norm,
-    eager=F.layer_norm,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(layer_norm, F.layer_norm, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 768),
-        _case(4096, 1024, headline=True),
+        _case(4096, 1024).headlined(),
         _case(8192, 4096),
         _case(16384, 256),
         _case(16, 768),

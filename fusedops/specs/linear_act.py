@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_act import linear_act
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -25,25 +25,21 @@ def _eager(
 
 
 def _call(
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     in_features: int,
     out_features: int,
     activation: str = "fast_gelu",
     bias: bool = True,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> Sample:
-    new = randn_on(device, dtype)
     weight = new(out_features, in_features, scale=max(in_features, 1) ** -0.5, key="w")
     args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
     return Sample(name, args, {"activation": activation})
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    call = functools.partial(_call, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    call = functools.partial(_call, new)
     activations = [call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS]
     plain = new(17, 12, scale=0.25, key="w")
     extremes = new(5, 12), plain, with_extremes(new(17, key="b"))
@@ -80,21 +76,16 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    rows: int,
-    in_features: int,
-    out_features: int,
-    activation: str = "fast_gelu",
-    headline: bool = False,
+    rows: int, in_features: int, out_features: int, activation: str = "fast_gelu"
 ) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        sizes = ((rows,), in_features, out_features)
-        return _call("bench", *sizes, activation, device=device, dtype=dtype)
+    def make(new: TensorFactory) -> Sample:
+        return _call(new, "bench", (rows,), in_features, out_features, activation)
 
     product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
     label = f"{rows}x{in_features}->{out_features} {activation}"
     elements = (x + w + 2 * y, 2 * x + 2 * w + 2 * y)
-    return BenchCase.moving(label, make, elements, (2 * product, 4 * product), headline=headline)
+    return BenchCase.moving(label, make, elements, (2 * product, 4 * product))
 
 
 def _from_opinfo(
@@ -105,15 +96,9 @@ def _from_opinfo(
     return (input, *args), {**kwargs, "activation": "identity"}
 
 
-SPEC = Spec(
-    name="linear_act",
-    op=linear_act,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(linear_act, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(1024, 768, 3072, headline=True),
+        _case(1024, 768, 3072).headlined(),
         _case(4096, 768, 3072),
         _case(2048, 3072, 768, "identity"),
         _case(2048, 1024, 4096, "gelu_tanh"),

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import cross_entropy
-from fusedops.specs.make import common_offset, randint, randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -30,24 +30,16 @@ def _eager(
 
 
 def _ignoring(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    reads_hidden: bool,
-    **options: Any,
+    hidden: torch.Tensor, *args: torch.Tensor, reads_hidden: bool, **options: Any
 ) -> torch.Tensor:
     """Compute the same with no gradient for ignored rows, whatever they or the weight hold."""
     if not reads_hidden:
-        ignored = target == options.get("ignore_index", -100)
+        ignored = args[1] == options.get("ignore_index", -100)
         hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
-    return _eager(hidden, weight, target, bias, loss=cross_entropy.ignoring, **options)
+    return _eager(hidden, *args, loss=cross_entropy.ignoring, **options)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         rows: tuple[int, ...],
@@ -58,7 +50,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         offset: float = 0.0,
         **options: Any,
     ) -> Sample:
-        target = randint(*rows, high=classes, device=device)
+        target = new.integers(*rows, high=classes)
         for row in ignored:
             target.view(-1)[row] = options.get("ignore_index", -100)
         weight = new(classes, hidden_size, scale=2.0 * max(hidden_size, 1) ** -0.5, key="w")
@@ -70,7 +62,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     none: dict[str, Any] = {"reduction": "none"}
     every: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
     smooth: dict[str, Any] = {"label_smoothing": 0.1}
-    large = common_offset(dtype)
+    large = common_offset(new.dtype)
     embedding = new(10, 19, key="e").detach().t().requires_grad_()
     return [
         call("rows", (7,), 12, 19, **none),
@@ -91,7 +83,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("ignore_class", (7,), 6, 5, (2,), ignore_index=3),
         call("many_chunks", (5,), 8, 70, (3,), chunk_size=3, bias=True),
         call("odd_sizes", (37,), 101, 167, (11,), bias=True, chunk_size=64),
-        Sample("transposed_weight", (new(5, 10), embedding, randint(5, high=19, device=device))),
+        Sample("transposed_weight", (new(5, 10), embedding, new.integers(5, high=19))),
         call("one_row", (), 11, 23, chunk_size=8),
         call("one_class", (3,), 4, 1, **none),
         call("all_ignored", (3,), 4, 9, (0, 1, 2), bias=True, reduction="sum"),
@@ -125,13 +117,10 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    rows: int, hidden_size: int, classes: int, headline: bool = False, **options: Any
-) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+def _case(rows: int, hidden_size: int, classes: int, **options: Any) -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
         weight = new(classes, hidden_size, scale=hidden_size**-0.5, key="w")
-        target = randint(rows, high=classes, device=device)
+        target = new.integers(rows, high=classes)
         return Sample("bench", (new(rows, hidden_size), weight, target), options)
 
     factors = rows * hidden_size + classes * hidden_size
@@ -139,20 +128,14 @@ def _case(
     extra = "".join(f" {name}={value}" for name, value in options.items())
     label = f"{rows}x{hidden_size}->{classes}{extra}"
     elements, flops = (factors, 2 * factors), (product, 2 * product)
-    return BenchCase.moving(label, make, elements, flops, headline=headline)
+    return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="linear_cross_entropy",
-    op=linear_cross_entropy,
-    eager=_eager,
+SPEC = describe(linear_cross_entropy, _eager, _samples, _bad_inputs, _case)(
     # For the gradient of the weight an ignored row is skipped, or multiplied by a gradient of 0.
     non_finite=tuple(functools.partial(_ignoring, reads_hidden=reads) for reads in (False, True)),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(2048, 768, 50257, headline=True),
+        _case(2048, 768, 50257).headlined(),
         _case(2048, 768, 50257, recompute=True),
         _case(512, 1024, 32000, softcap=30.0, z_loss=1e-4),
         _case(64, 256, 10000),

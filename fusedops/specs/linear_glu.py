@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_glu import linear_glu
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -24,27 +24,23 @@ def _eager(
 
 
 def _call(
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     in_features: int,
     out_features: int,
     activation: str = "silu",
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> Sample:
-    new = randn_on(device, dtype)
     scale = max(in_features, 1) ** -0.5
     weights = (new(out_features, in_features, scale=scale, key=key) for key in ("gate", "up"))
     return Sample(name, (new(*rows, in_features), *weights), {"activation": activation})
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    call = functools.partial(_call, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    call = functools.partial(_call, new)
     plain = new(17, 12, scale=0.25, key="gate")
     transposed = new(12, 17, scale=0.25, key="up").detach().t().requires_grad_()
-    same = torch.eye(6, device=device, dtype=dtype).requires_grad_()
+    same = torch.eye(6, device=new.device, dtype=new.dtype).requires_grad_()
     extremes = with_extremes(new(9, 6)), same, new(6, 6, scale=0.25, key="up")
     return [
         Sample("default", (new(5, 12), plain, new(17, 12, scale=0.25, key="up"))),
@@ -77,29 +73,20 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    rows: int, in_features: int, out_features: int, activation: str = "silu", headline: bool = False
-) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        sizes = ((rows,), in_features, out_features)
-        return _call("bench", *sizes, activation, device=device, dtype=dtype)
+def _case(rows: int, in_features: int, out_features: int, activation: str = "silu") -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
+        return _call(new, "bench", (rows,), in_features, out_features, activation)
 
     product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
     label = f"{rows}x{in_features}->{out_features} {activation}"
     elements = (x + 2 * w + 3 * y, 2 * x + 4 * w + 5 * y)
-    return BenchCase.moving(label, make, elements, (4 * product, 8 * product), headline=headline)
+    return BenchCase.moving(label, make, elements, (4 * product, 8 * product))
 
 
-SPEC = Spec(
-    name="linear_glu",
-    op=linear_glu,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(linear_glu, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(1024, 768, 2048, headline=True),
+        _case(1024, 768, 2048).headlined(),
         _case(4096, 512, 1408),
         _case(2048, 1024, 2816, "gelu_tanh"),
         _case(512, 2048, 5632),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from fusedops._core import dtypes
 
 
 def randn(
@@ -26,11 +27,31 @@ def randn(
     return values.to(device=device, dtype=dtype).requires_grad_(grad)
 
 
-def randn_on(
-    device: torch.device, dtype: torch.dtype, **options: Any
-) -> Callable[..., torch.Tensor]:
-    """Return ``randn`` for tensors on a device and of a dtype."""
-    return functools.partial(randn, device=device, dtype=dtype, **options)
+@dataclass(frozen=True)
+class TensorFactory:
+    """``randn`` for tensors on a device and of a dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    grad: bool = True
+
+    def __call__(self, *shape: int, **options: Any) -> torch.Tensor:
+        """Return ``randn(*shape)``."""
+        return randn(*shape, **vars(self) | options)
+
+    def integers(self, *shape: int, high: int, key: str = "") -> torch.Tensor:
+        """Return ``randint(*shape)``."""
+        return randint(*shape, high=high, device=self.device, key=key)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """``device`` and ``dtype``, for a call by keywords."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def wide(self) -> TensorFactory:
+        """The same with float32 for half precision."""
+        return replace(self, dtype=dtypes.statistics_dtype(self.dtype))
 
 
 def common_offset(dtype: torch.dtype) -> float:

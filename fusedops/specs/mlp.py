@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.mlp import mlp
-from fusedops.specs.make import randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -27,17 +27,14 @@ def _eager(
 
 
 def _call(
+    new: TensorFactory,
     name: str,
     rows: tuple[int, ...],
     sizes: tuple[int, int, int],
     activation: str = "fast_gelu",
     biases: tuple[bool, bool] = (True, True),
     recompute: bool = False,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> Sample:
-    new = randn_on(device, dtype)
     in_features, hidden, out = sizes
     args = (
         new(*rows, in_features),
@@ -49,9 +46,8 @@ def _call(
     return Sample(name, args, {"activation": activation, "recompute": recompute})
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    call = functools.partial(_call, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    call = functools.partial(_call, new)
     conv1d = [
         new(*shape, scale=0.25, key=f"{shape}").detach().t().requires_grad_()
         for shape in ((9, 21), (21, 10))
@@ -93,17 +89,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    rows: int,
-    features: int,
-    hidden: int,
-    activation: str = "fast_gelu",
-    recompute: bool = False,
-    headline: bool = False,
+    rows: int, features: int, hidden: int, activation: str = "fast_gelu", recompute: bool = False
 ) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        call = functools.partial(_call, device=device, dtype=dtype)
+    def make(new: TensorFactory) -> Sample:
         sizes = (features, hidden, features)
-        return call("bench", (rows,), sizes, activation, recompute=recompute)
+        return _call(new, "bench", (rows,), sizes, activation, recompute=recompute)
 
     x, w, h = rows * features, features * hidden, rows * hidden
     product = 2 * rows * features * hidden
@@ -111,18 +101,12 @@ def _case(
     label = f"{rows}x{features}->{hidden}->{features} {activation}{suffix}"
     elements = (2 * x + 2 * w + h, 3 * x + 4 * w + 3 * h)
     flops = (2 * product, (5 if recompute else 4) * product)
-    return BenchCase.moving(label, make, elements, flops, headline=headline)
+    return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="mlp",
-    op=mlp,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(mlp, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(1024, 768, 3072, headline=True),
+        _case(1024, 768, 3072).headlined(),
         _case(1024, 768, 3072, recompute=True),
         _case(2048, 512, 2048, "gelu_tanh"),
         _case(4096, 1024, 4096),

@@ -13,8 +13,8 @@ from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _routing
-from fusedops.specs.make import randn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _hidden(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
@@ -66,17 +66,15 @@ def _eager(
 
 
 def _arguments(
+    new: TensorFactory,
     plan: RoutingPlan,
-    hidden: int,
-    inner: int,
-    out: int,
-    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
     *,
     gated: bool = True,
     bias: bool = False,
     transposed: bool = False,
 ) -> tuple[Any, ...]:
-    new = functools.partial(randn, device=plan.probs.device, dtype=dtype)
+    hidden, inner, out = sizes
     width, experts = inner * (1 + gated), plan.num_experts
 
     def weight(rows: int, columns: int, key: str) -> torch.Tensor:
@@ -95,7 +93,7 @@ def _arguments(
     )
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(
         name: str,
         routing: tuple[int, int, int] = (16, 2, 3),
@@ -108,8 +106,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         extremes: bool = False,
         **options: bool,
     ) -> Sample:
-        plan = _routing.plan(*routing, device=device, dtype=dtype, pattern=pattern, key=name)
-        args = _arguments(plan, *sizes, dtype, gated=gated, bias=bias, transposed=transposed)
+        plan = _routing.plan(*routing, **new.place, pattern=pattern, key=name)
+        args = _arguments(new, plan, sizes, gated=gated, bias=bias, transposed=transposed)
         if extremes:
             gate, up = args[4].detach().chunk(2, -1)
             bias1 = torch.cat((with_extremes(gate), up), -1).requires_grad_()
@@ -172,17 +170,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    inner: int,
-    recompute: bool = False,
-    headline: bool = False,
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, recompute: bool = False
 ) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype)
-        args = _arguments(plan, hidden, inner, hidden, dtype, transposed=True)
+    def make(new: TensorFactory) -> Sample:
+        plan = _routing.plan(tokens, top_k, experts, **new.place)
+        args = _arguments(new, plan, (hidden, inner, hidden), transposed=True)
         return Sample("bench", args, {"recompute": recompute})
 
     rows, weights = tokens * top_k, experts * 3 * hidden * inner
@@ -191,20 +183,14 @@ def _case(
     label = f"{tokens}x{hidden}, top {top_k} of {experts}, inner {inner}{suffix}"
     elements = (2 * tokens * hidden + weights, 3 * tokens * hidden + 2 * weights)
     flops = (3 * product, (8 if recompute else 6) * product)
-    return BenchCase.moving(label, make, elements, flops, headline=headline)
+    return BenchCase.moving(label, make, elements, flops)
 
 
-SPEC = Spec(
-    name="moe_mlp",
-    op=moe_mlp,
-    eager=_eager,
+SPEC = describe(moe_mlp, _eager, _samples, _bad_inputs, _case)(
     non_finite=(_eager, functools.partial(_eager, weigh_hidden=True)),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(2048, 2, 8, 1024, 2048, headline=True),
-        _case(1024, 8, 64, 1024, 512, headline=True),
+        _case(2048, 2, 8, 1024, 2048).headlined(),
+        _case(1024, 8, 64, 1024, 512).headlined(),
         _case(2048, 2, 8, 1024, 2048, recompute=True),
         _case(1024, 8, 64, 1024, 512, recompute=True),
         _case(2048, 2, 64, 1024, 512),

@@ -13,8 +13,8 @@ import torch
 
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
-from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,21 +70,18 @@ def _eager(
     return rows, probs, ids
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = functools.partial(randn, device=device, grad=False)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(tokens: int, hidden: int, top_k: int, scale: float = 1.0) -> tuple[Any, ...]:
-        ids = randint(tokens, top_k, high=8, device=device, key="ids").to(torch.int32)
-        rows = new(tokens, hidden, dtype=dtype, scale=scale)
-        return rows, new(tokens, top_k, dtype=wide, key="probs"), ids
+        ids = new.integers(tokens, top_k, high=8, key="ids").to(torch.int32)
+        rows = new(tokens, hidden, scale=scale, grad=False)
+        return rows, new.wide(tokens, top_k, key="probs", grad=False), ids
 
     def order(slots: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(slots)
-        return torch.randperm(slots, generator=generator).to(device, torch.int32)
+        return torch.randperm(slots, generator=generator).to(new.device, torch.int32)
 
     def number(value: int) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.int32, device=device)
+        return torch.tensor([value], dtype=torch.int32, device=new.device)
 
     few, wild = call(6, 24, 2), call(5, 33, 3, scale=1e4)
     return [
@@ -130,33 +127,25 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    tokens: int, hidden: int, top_k: int, *, quantized: bool = False, headline: bool = False
-) -> BenchCase:
+def _case(tokens: int, hidden: int, top_k: int, *, quantized: bool = False) -> BenchCase:
     rows = tokens * top_k
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        x = randn(tokens, hidden, device=device, dtype=dtype, grad=False)
-        probs = randn(tokens, top_k, device=device, dtype=torch.float32, grad=False)
-        ids = randint(tokens, top_k, high=64, device=device).to(torch.int32)
+    def make(new: TensorFactory) -> Sample:
+        x = new(tokens, hidden, grad=False)
+        probs = new(tokens, top_k, dtype=torch.float32, grad=False)
+        ids = new.integers(tokens, top_k, high=64).to(torch.int32)
         index = torch.argsort(ids.flatten(), stable=True).to(torch.int32)
         return Sample("bench", (x, probs, ids), {"index": index, "quantized": quantized})
 
     # The benchmark times the reading of the parts too: a pass over them on both sides.
     label = f"{tokens}x{hidden} top-{top_k}{' float8' * quantized}"
     elements = (rows * hidden * (2 + 2 * (not quantized)), 0)
-    return BenchCase.moving(label, make, elements, headline=headline)
+    return BenchCase.moving(label, make, elements)
 
 
-SPEC = Spec(
-    name="moe_pack",
-    op=_packed_and_read,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(_packed_and_read, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(4096, 2048, 2, headline=True),
+        _case(4096, 2048, 2).headlined(),
         _case(4096, 2048, 2, quantized=True),
         _case(16, 2048, 8),
     ),

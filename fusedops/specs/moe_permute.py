@@ -9,8 +9,8 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_permute
 from fusedops.specs import _routing
-from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, describe
 
 
 def _eager(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -21,24 +21,24 @@ def _eager(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     return torch.where(real.unsqueeze(1), rows, 0.0)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    options: dict[str, Any] = {"device": device, "dtype": dtype}
+def _samples(new: TensorFactory) -> list[Sample]:
+    frozen: dict[str, Any] = {**new.place, "grad": False}
 
     def call(name: str, size: int, plan: RoutingPlan) -> Sample:
-        return Sample(name, (randn(plan.num_tokens, size, **options), plan))
+        return Sample(name, (new(plan.num_tokens, size), plan))
 
-    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), grad=False, **options)
-    plan = _routing.plan(12, 2, 4, grad=False, **options)
+    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), **frozen)
+    plan = _routing.plan(12, 2, 4, **frozen)
     return [
         *(call(name, 8, plan) for name, plan in plans.items()),
         call("without_mask", 8, dataclasses.replace(plan, kept=None)),
-        call("odd_size", 37, _routing.plan(9, 1, 3, grad=False, **options)),
-        call("long_rows", 1100, _routing.plan(3, 2, 2, grad=False, **options)),
-        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", grad=False, **options)),
-        call("one", 1, _routing.plan(1, 1, 1, grad=False, **options)),
-        call("no_tokens", 8, _routing.plan(0, 2, 4, grad=False, **options)),
-        call("no_columns", 0, _routing.plan(4, 2, 4, grad=False, **options)),
-        call("no_choices", 8, _routing.plan(4, 0, 4, grad=False, **options)),
+        call("odd_size", 37, _routing.plan(9, 1, 3, **frozen)),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, **frozen)),
+        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", **frozen)),
+        call("one", 1, _routing.plan(1, 1, 1, **frozen)),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, **frozen)),
+        call("no_columns", 0, _routing.plan(4, 2, 4, **frozen)),
+        call("no_choices", 8, _routing.plan(4, 0, 4, **frozen)),
     ]
 
 
@@ -48,25 +48,22 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype, grad=False)
-        plan = dataclasses.replace(plan, kept=None)
-        return Sample("bench", (randn(tokens, size, device=device, dtype=dtype), plan))
+    def make(new: TensorFactory) -> tuple[Any, ...]:
+        plan = _routing.plan(tokens, top_k, experts, **new.place, grad=False)
+        return new(tokens, size), dataclasses.replace(plan, kept=None)
 
     # A token is read once and its rows are written; the backward the other way round.
     label = f"{tokens}x{size}, {top_k} of {experts}"
     elements = ((1 + top_k) * tokens * size, (1 + top_k) * tokens * size)
-    return BenchCase.moving(label, make, elements, headline=top_k == 8)
+    return BenchCase.moving(label, make, elements)
 
 
-SPEC = Spec(
-    name="moe_permute",
-    op=moe_permute,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
+SPEC = describe(moe_permute, _eager, _samples, _bad_inputs, _case)(
+    bench_cases=(
+        _case(4096, 1024, 8, 64).headlined(),
+        _case(4096, 2048, 2, 8),
+        _case(256, 1024, 8, 64).headlined(),
+    ),
     summary="each token's row to its experts, sorted by expert",
     autocast="keep",
     rows_are_independent=False,

@@ -10,8 +10,8 @@ import torch
 from fusedops.ops import RoutingPlan, moe_relayout
 from fusedops.ops.moe_relayout import LAYOUTS
 from fusedops.specs import _routing
-from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -47,8 +47,8 @@ def _eager(
     return output
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "grad": False}
+def _samples(new: TensorFactory) -> list[Sample]:
+    frozen: dict[str, Any] = {**new.place, "grad": False}
 
     def call(
         name: str, size: int, plan: RoutingPlan, source: str, target: str, capacity: int = 5
@@ -56,14 +56,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         rows: tuple[int, ...] = (plan.positions.numel(),)
         if source == "capacity":
             rows = (plan.num_experts, capacity)
-        x = randn(*rows, size, device=device, dtype=dtype)
         chosen = {"capacity": capacity} if "capacity" in (source, target) else {}
-        return Sample(name, (x, plan, source, target), chosen)
+        return Sample(name, (new(*rows, size), plan, source, target), chosen)
 
     plans = {
-        pattern: _routing.plan(5, 3, 7, pattern=pattern, **options) for pattern in _routing.PATTERNS
+        pattern: _routing.plan(5, 3, 7, pattern=pattern, **frozen) for pattern in _routing.PATTERNS
     }
-    plan = _routing.plan(12, 2, 4, **options)
+    plan = _routing.plan(12, 2, 4, **frozen)
     pairs = [(source, target) for source in LAYOUTS for target in LAYOUTS]
     padded = dataclasses.replace(plan, capacity=7)
     return [
@@ -71,14 +70,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         *(call("_".join(pair), 8, plans["dropped"], *pair) for pair in pairs),
         *(call(name, 8, plan, "token_major", "capacity") for name, plan in plans.items()),
         *(call(f"{name}_back", 8, plan, "capacity", "k_major") for name, plan in plans.items()),
-        Sample("plans_capacity", (randn(24, 8, device=device, dtype=dtype), padded, *pairs[2])),
+        Sample("plans_capacity", (new(24, 8), padded, *pairs[2])),
         call("odd_size", 37, plan, "token_major", "capacity"),
-        call("long_rows", 1100, _routing.plan(3, 2, 2, **options), "token_major", "k_major"),
-        call("one", 1, _routing.plan(1, 1, 1, **options), "token_major", "capacity", 1),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, **frozen), "token_major", "k_major"),
+        call("one", 1, _routing.plan(1, 1, 1, **frozen), "token_major", "capacity", 1),
         call("no_capacity", 8, plan, "token_major", "capacity", 0),
         call("back_from_none", 8, plan, "capacity", "token_major", 0),
-        call("no_tokens", 8, _routing.plan(0, 2, 4, **options), "token_major", "k_major"),
-        call("padding_only", 8, _routing.plan(0, 2, 4, **options), "token_major", "capacity"),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, **frozen), "token_major", "k_major"),
+        call("padding_only", 8, _routing.plan(0, 2, 4, **frozen), "token_major", "capacity"),
         call("no_columns", 0, plan, "token_major", "k_major"),
     ]
 
@@ -106,28 +105,21 @@ def _case(tokens: int, size: int, top_k: int, experts: int, target: str) -> Benc
     slots = tokens * top_k
     capacity = slots // experts * 5 // 4
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype, grad=False)
+    def make(new: TensorFactory) -> Sample:
+        plan = _routing.plan(tokens, top_k, experts, **new.place, grad=False)
         chosen = {"capacity": capacity} if target == "capacity" else {}
-        x = randn(slots, size, device=device, dtype=dtype)
-        return Sample("bench", (x, plan, "token_major", target), chosen)
+        return Sample("bench", (new(slots, size), plan, "token_major", target), chosen)
 
     rows = slots + (experts * capacity if target == "capacity" else slots)
     label = f"{tokens}x{size}, {top_k} of {experts}, {target}"
-    return BenchCase.moving(label, make, (rows * size, rows * size), headline=target == "capacity")
+    return BenchCase.moving(label, make, (rows * size, rows * size))
 
 
-SPEC = Spec(
-    name="moe_relayout",
-    op=moe_relayout,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(moe_relayout, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(4096, 1024, 2, 8, "capacity"),
+        _case(4096, 1024, 2, 8, "capacity").headlined(),
         _case(4096, 1024, 2, 8, "k_major"),
-        _case(256, 1024, 2, 8, "capacity"),
+        _case(256, 1024, 2, 8, "capacity").headlined(),
     ),
     summary="the experts' rows in another layout: token-major, k-major, padded to a capacity",
     autocast="keep",

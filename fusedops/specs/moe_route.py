@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
-from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -112,9 +112,7 @@ def _plan(
     )
 
 
-def distinct(
-    tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def distinct(tokens: int, experts: int, **place: Any) -> torch.Tensor:
     """Return logits without ties in any dtype: a permutation per row, each row of its own slope.
 
     Multiples of 1/64 of at most 8 bits are exact in bfloat16; 0 would be a tie between rows.
@@ -125,7 +123,7 @@ def distinct(
     most = 255 // (experts // 2 + 1)
     slopes = most - torch.arange(tokens) % max(1, most // 2)
     values = ranks * slopes[:, None] / 64
-    return values.to(device=device, dtype=dtype).requires_grad_()
+    return values.to(**place).requires_grad_()
 
 
 # Sigmoids and softmaxes of all of a row, or of some, underflow or saturate; none are equal.
@@ -143,54 +141,56 @@ def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
         return moe_route(*args, **kwargs)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def new(tokens: int, experts: int) -> torch.Tensor:
-        return distinct(tokens, experts, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    def logits(tokens: int, experts: int) -> torch.Tensor:
+        return distinct(tokens, experts, **new.place)
 
     def bias(experts: int) -> torch.Tensor:
-        return randn(experts, device=device, dtype=torch.float32, scale=0.1, grad=False, key="bias")
+        return new(experts, dtype=torch.float32, scale=0.1, grad=False, key="bias")
 
     sigmoid: dict[str, Any] = {"score": "sigmoid", "normalize": True, "scaling": 2.5}
     groups: dict[str, Any] = {"num_groups": 4, "topk_groups": 2}
     capacity: dict[str, Any] = {"capacity_factor": 0.75}
     by_weight: dict[str, Any] = {**capacity, "drop_policy": "probability"}
     rounds: dict[str, Any] = {**capacity, "drop_policy": "rounds"}
-    extremes = torch.tensor(_EXTREME_LOGITS, device=device, dtype=dtype).requires_grad_()
+    extremes = torch.tensor(_EXTREME_LOGITS, **new.place).requires_grad_()
     deepseek = {**sigmoid, **groups, "group_score": "top2_sum", "bias": bias(32)}
     by_experts = {"expert_choice": True, "capacity_factor": 2.0, "score": "sigmoid"}
     return [
-        Sample("plain", (new(12, 5), 2)),
-        Sample("normalized", (new(33, 8), 2), {"normalize": True}),
-        Sample("switch", (new(7, 4), 1)),
-        Sample("softmax_after", (new(19, 32), 4), {"softmax_after": True}),
-        Sample("all_experts", (new(6, 7), 7), {"scaling": 0.5}),
-        Sample("many_choices", (new(5, 61), 40), {"normalize": True}),
-        Sample("sigmoid", (new(17, 9), 3), {"score": "sigmoid"}),
+        Sample("plain", (logits(12, 5), 2)),
+        Sample("normalized", (logits(33, 8), 2), {"normalize": True}),
+        Sample("switch", (logits(7, 4), 1)),
+        Sample("softmax_after", (logits(19, 32), 4), {"softmax_after": True}),
+        Sample("all_experts", (logits(6, 7), 7), {"scaling": 0.5}),
+        Sample("many_choices", (logits(5, 61), 40), {"normalize": True}),
+        Sample("sigmoid", (logits(17, 9), 3), {"score": "sigmoid"}),
         Sample("extremes", (extremes, 2)),
         Sample("extremes_normalized", (extremes, 2), {"normalize": True}),
         Sample("extremes_sigmoid", (extremes, 2), {"score": "sigmoid"}),
         Sample("extremes_sigmoid_normalized", (extremes, 3), sigmoid),
-        Sample("sigmoid_bias", (new(17, 16), 3), {**sigmoid, "bias": bias(16)}),
-        Sample("softmax_bias", (new(9, 6), 2), {"bias": bias(6)}),
-        Sample("softmax_bias_normalized", (new(9, 6), 2), {"bias": bias(6), "normalize": True}),
-        Sample("groups", (new(21, 16), 3), {**groups}),
-        Sample("deepseek_v3", (new(21, 32), 6), deepseek),
-        Sample("groups_of_many_choices", (new(3, 80), 36), {**groups, "normalize": True}),
-        Sample("capacity", (new(20, 4), 2), capacity),
-        Sample("capacity_normalized", (new(20, 4), 2), {**capacity, "normalize": True}),
-        Sample("capacity_sigmoid", (new(18, 6), 3), {**capacity, **sigmoid}),
-        Sample("capacity_above_all", (new(5, 3), 2), {"capacity_factor": 9.0}),
-        Sample("capacity_by_probability", (new(12, 6), 2), by_weight),
-        Sample("capacity_in_rounds", (new(20, 4), 2), rounds),
-        Sample("rounds_sigmoid", (new(18, 6), 3), {**rounds, "score": "sigmoid"}),
-        Sample("expert_choice", (new(12, 6), 2), {"expert_choice": True}),
-        Sample("expert_choice_sigmoid", (new(11, 5), 1), by_experts),
-        Sample("jitter", (new(9, 7), 2), {"jitter": 0.01}, random=True),
-        Sample("jitter_chosen", (new(9, 8), 2), {"jitter": 0.01, "normalize": True}, random=True),
-        Sample("one_expert", (new(5, 1), 1)),
-        Sample("one_token", (new(1, 6), 2)),
-        Sample("no_tokens", (new(0, 6), 2), capacity),
-        Sample("several_blocks", (new(130, 37), 5), {"normalize": True}),
+        Sample("sigmoid_bias", (logits(17, 16), 3), {**sigmoid, "bias": bias(16)}),
+        Sample("softmax_bias", (logits(9, 6), 2), {"bias": bias(6)}),
+        Sample("softmax_bias_normalized", (logits(9, 6), 2), {"bias": bias(6), "normalize": True}),
+        Sample("groups", (logits(21, 16), 3), {**groups}),
+        Sample("deepseek_v3", (logits(21, 32), 6), deepseek),
+        Sample("groups_of_many_choices", (logits(3, 80), 36), {**groups, "normalize": True}),
+        Sample("capacity", (logits(20, 4), 2), capacity),
+        Sample("capacity_normalized", (logits(20, 4), 2), {**capacity, "normalize": True}),
+        Sample("capacity_sigmoid", (logits(18, 6), 3), {**capacity, **sigmoid}),
+        Sample("capacity_above_all", (logits(5, 3), 2), {"capacity_factor": 9.0}),
+        Sample("capacity_by_probability", (logits(12, 6), 2), by_weight),
+        Sample("capacity_in_rounds", (logits(20, 4), 2), rounds),
+        Sample("rounds_sigmoid", (logits(18, 6), 3), {**rounds, "score": "sigmoid"}),
+        Sample("expert_choice", (logits(12, 6), 2), {"expert_choice": True}),
+        Sample("expert_choice_sigmoid", (logits(11, 5), 1), by_experts),
+        Sample("jitter", (logits(9, 7), 2), {"jitter": 0.01}, random=True),
+        Sample(
+            "jitter_chosen", (logits(9, 8), 2), {"jitter": 0.01, "normalize": True}, random=True
+        ),
+        Sample("one_expert", (logits(5, 1), 1)),
+        Sample("one_token", (logits(1, 6), 2)),
+        Sample("no_tokens", (logits(0, 6), 2), capacity),
+        Sample("several_blocks", (logits(130, 37), 5), {"normalize": True}),
     ]
 
 
@@ -234,44 +234,31 @@ _DEEPSEEK: dict[str, Any] = {"score": "sigmoid", "normalize": True, "group_score
 _DEEPSEEK |= {"num_groups": 8, "topk_groups": 4}
 
 
-def _case(
-    tokens: int, experts: int, top_k: int, *, headline: bool = True, **options: Any
-) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        x = randn(tokens, experts, device=device, dtype=dtype)
-        if options.get("score") == "sigmoid":
-            bias = randn(experts, device=device, dtype=torch.float32, scale=0.01, grad=False)
-            return Sample("bench", (x, top_k), {**options, "bias": bias})
-        return Sample("bench", (x, top_k), options)
+def _case(tokens: int, experts: int, top_k: int, **options: Any) -> BenchCase:
+    sigmoid = options.get("score") == "sigmoid"
 
-    slots = tokens * top_k
-    kind = " sigmoid groups" if options.get("score") == "sigmoid" else ""
-    return BenchCase(
-        label=f"{tokens}x{experts} top{top_k}{kind}",
-        make=make,
-        # Ids, weights, permutation and positions.
-        bytes_forward=lambda dtype: tokens * experts * dtype.itemsize + 16 * slots,
-        bytes_backward=lambda dtype: 2 * tokens * experts * dtype.itemsize + 8 * slots,
-        headline=headline,
-    )
+    def make(new: TensorFactory) -> Sample:
+        made = dict(options)
+        if sigmoid:
+            made["bias"] = new(experts, dtype=torch.float32, scale=0.01, grad=False)
+        return Sample("bench", (new(tokens, experts), top_k), made)
+
+    # Logits, and ids, weights, permutation and positions.
+    size, slots = tokens * experts, tokens * top_k
+    label = f"{tokens}x{experts} top{top_k}{' sigmoid groups' * sigmoid}"
+    return BenchCase.moving(label, make, (size, 2 * size), extra=(16 * slots, 8 * slots))
 
 
-SPEC = Spec(
-    name="moe_route",
-    op=moe_route,
-    eager=_eager,
+SPEC = describe(moe_route, _eager, _samples, _bad_inputs, _case)(
     # NaN is taken for -inf, inf for the largest number; which of equal logits come first is fixed.
     non_finite=(_reference,),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(4096, 8, 2, normalize=True),
-        _case(4096, 8, 8, normalize=True, headline=False),
-        _case(4096, 64, 2, normalize=True, headline=False),
-        _case(4096, 64, 8, normalize=True),
-        _case(4096, 256, 8, headline=False, **_DEEPSEEK),
-        _case(4096, 64, 8, headline=False),
+        _case(4096, 8, 2, normalize=True).headlined(),
+        _case(4096, 8, 8, normalize=True),
+        _case(4096, 64, 2, normalize=True),
+        _case(4096, 64, 8, normalize=True).headlined(),
+        _case(4096, 256, 8, **_DEEPSEEK),
+        _case(4096, 64, 8),
     ),
     summary="experts and weights of each token: top-k, groups, bias, capacity, expert choice",
     autocast="keep",

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
-from fusedops.specs.make import common_offset, randint, randn, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -57,20 +57,17 @@ def _of_counted(
     return _eager(logits, *choices, mask=mask, **options)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def new(tokens: int, experts: int, shift: float = 0.0) -> torch.Tensor:
-        return randn(tokens, experts, device=device, dtype=dtype, shift=shift)
-
+def _samples(new: TensorFactory) -> list[Sample]:
     def ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
-        return _routing.choices("random", tokens, top_k, experts, device)[0]
+        return _routing.choices("random", tokens, top_k, experts, new.device)[0]
 
     def call(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
         return new(tokens, experts), ids(tokens, top_k, experts)
 
     def mask(tokens: int) -> torch.Tensor:
-        return randint(tokens, high=3, device=device, key="mask") > 0
+        return new.integers(tokens, high=3, key="mask") > 0
 
-    plan = _routing.plan(18, 2, 6, device=device, dtype=dtype, pattern="dropped", grad=False)
+    plan = _routing.plan(18, 2, 6, **new.place, pattern="dropped", grad=False)
     return [
         Sample("balance", call(12, 2, 5)),
         Sample("both", call(33, 2, 8), {"balance": 0.01, "z": 0.1}),
@@ -82,7 +79,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample(
             "extremes_sigmoid", (with_extremes(new(12, 5)), ids(12, 2, 5)), {"score": "sigmoid"}
         ),
-        Sample("offset", (new(12, 5, common_offset(dtype)), ids(12, 2, 5)), {"z": 1e-9}),
+        Sample("offset", (new(12, 5, shift=common_offset(new.dtype)), ids(12, 2, 5)), {"z": 1e-9}),
         Sample("sequences", call(24, 2, 7), {"num_sequences": 4}),
         Sample(
             "sequences_masked", call(24, 2, 7), {"num_sequences": 4, "mask": mask(24), "z": 0.5}
@@ -124,30 +121,18 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(tokens: int, experts: int, top_k: int, *, headline: bool = True) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        x = randn(tokens, experts, device=device, dtype=dtype)
-        ids = randint(tokens, top_k, high=experts, device=device).int()
-        return Sample("bench", (x, ids), {"balance": 1e-2, "z": 1e-3})
+def _case(tokens: int, experts: int, top_k: int) -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
+        ids = new.integers(tokens, top_k, high=experts).int()
+        return Sample("bench", (new(tokens, experts), ids), {"balance": 1e-2, "z": 1e-3})
 
-    return BenchCase(
-        label=f"{tokens}x{experts} top{top_k}",
-        make=make,
-        bytes_forward=lambda dtype: tokens * (experts * dtype.itemsize + 4 * top_k),
-        bytes_backward=lambda dtype: 2 * tokens * experts * dtype.itemsize,
-        headline=headline,
-    )
+    size, extra = tokens * experts, (4 * tokens * top_k, 0)
+    return BenchCase.moving(f"{tokens}x{experts} top{top_k}", make, (size, 2 * size), extra=extra)
 
 
-SPEC = Spec(
-    name="moe_router_loss",
-    op=moe_router_loss,
-    eager=_eager,
+SPEC = describe(moe_router_loss, _eager, _samples, _bad_inputs, _case)(
     non_finite=(_of_counted,),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(4096, 8, 2), _case(4096, 64, 8)),
+    bench_cases=(_case(4096, 8, 2).headlined(), _case(4096, 64, 8).headlined()),
     summary="load balance (batch, sequence, group) and z-loss of a router",
     autocast="keep",
     rows_are_independent=False,

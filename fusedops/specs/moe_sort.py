@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops.ops import moe_sort
 from fusedops.specs import _routing
-from fusedops.specs.make import randint
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -22,15 +24,15 @@ def _eager(
     return tuple(tensor.int() for tensor in (permutation, positions, counts, counts.cumsum(0)))
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     made = []
     for tokens, top_k, experts in ((12, 2, 4), (7, 3, 5), (1, 1, 1), (300, 8, 37)):
         for pattern in _routing.PATTERNS:
-            ids, kept = _routing.choices(pattern, tokens, top_k, experts, device)
+            ids, kept = _routing.choices(pattern, tokens, top_k, experts, new.device)
             name = f"{pattern}_{tokens}x{top_k}_of_{experts}"
             made.append(Sample(name, (ids, experts), {"kept": kept}))
-    ids = randint(40, 6, high=7, device=device)
-    many = randint(6000, 4, high=300, device=device)
+    ids = new.integers(40, 6, high=7)
+    many = new.integers(6000, 4, high=300)
     return [
         *made,
         Sample("int32", (ids.int(), 7)),
@@ -62,29 +64,16 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, top_k: int, experts: int) -> BenchCase:
-    slots = tokens * top_k
+    def make(new: TensorFactory) -> tuple[Any, ...]:
+        return new.integers(tokens, top_k, high=experts), experts
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        return Sample("bench", (randint(tokens, top_k, high=experts, device=device), experts))
-
-    return BenchCase(
-        label=f"{tokens}x{top_k} of {experts}",
-        make=make,
-        # Ids are read twice, permutation and positions written once.
-        bytes_forward=lambda dtype: slots * (8 + 4 + 4),
-        bytes_backward=lambda dtype: 0,
-        headline=experts == 64,
-    )
+    # Ids are read twice, permutation and positions written once.
+    moved = (tokens * top_k * (8 + 4 + 4), 0)
+    return BenchCase.moving(f"{tokens}x{top_k} of {experts}", make, (0, 0), extra=moved)
 
 
-SPEC = Spec(
-    name="moe_sort",
-    op=moe_sort,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(8192, 8, 64), _case(8192, 2, 8), _case(4096, 8, 256)),
+SPEC = describe(moe_sort, _eager, _samples, _bad_inputs, _case)(
+    bench_cases=(_case(8192, 8, 64).headlined(), _case(8192, 2, 8), _case(4096, 8, 256)),
     summary="stable counting sort of the experts' choices: permutation, counts, offsets",
     autocast="keep",
     rows_are_independent=False,

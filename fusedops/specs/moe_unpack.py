@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
-from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -22,27 +23,27 @@ def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> to
 
 
 def _call(
-    rows: int, hidden: int, pairs: int, device: torch.device, dtype: torch.dtype, scale: float = 1.0
+    new: TensorFactory, rows: int, hidden: int, pairs: int, scale: float = 1.0
 ) -> tuple[Any, ...]:
     # Made on the CPU: the bytes are the same for every backend.
     x = randn(rows, hidden, device=torch.device("cpu"), dtype=torch.float32, scale=scale)
     probs = torch.ones(rows, pairs)
-    payload = moe_pack(x.detach(), probs, quantized=True).to(device)
-    return payload, probs.to(device), torch.empty(0, hidden, device=device, dtype=dtype)
+    payload = moe_pack(x.detach(), probs, quantized=True).to(new.device)
+    return payload, probs.to(new.device), torch.empty(0, hidden, **new.place)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+def _samples(new: TensorFactory) -> list[Sample]:
     return [
-        Sample("rows", _call(6, 24, 2, device, dtype)),
-        Sample("odd_sizes", _call(5, 33, 3, device, dtype, scale=100.0)),
-        Sample("long_rows", _call(3, 2500, 1, device, dtype)),
-        Sample("one_element", _call(1, 1, 1, device, dtype)),
-        Sample("no_rows", _call(0, 8, 1, device, dtype)),
+        Sample("rows", _call(new, 6, 24, 2)),
+        Sample("odd_sizes", _call(new, 5, 33, 3, scale=100.0)),
+        Sample("long_rows", _call(new, 3, 2500, 1)),
+        Sample("one_element", _call(new, 1, 1, 1)),
+        Sample("no_rows", _call(new, 0, 8, 1)),
     ]
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    payload, probs, like = _call(4, 8, 1, device, torch.float32)
+    payload, probs, like = _call(TensorFactory(device, torch.float32), 4, 8, 1)
 
     bad = bad_changes(payload=payload, probs=probs, like=like)
     return [
@@ -55,24 +56,14 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(rows: int, hidden: int, headline: bool = False) -> BenchCase:
-    return BenchCase(
-        label=f"{rows}x{hidden}",
-        make=lambda device, dtype: Sample("bench", _call(rows, hidden, 1, device, dtype)),
-        bytes_forward=lambda dtype: rows * hidden * (1 + dtype.itemsize),
-        bytes_backward=lambda dtype: 0,
-        headline=headline,
-    )
+def _case(rows: int, hidden: int) -> BenchCase:
+    moved = (rows * hidden, 0)
+    make = functools.partial(_call, rows=rows, hidden=hidden, pairs=1)
+    return BenchCase.moving(f"{rows}x{hidden}", make, moved, extra=moved)
 
 
-SPEC = Spec(
-    name="moe_unpack",
-    op=moe_unpack,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(8192, 2048, headline=True), _case(128, 2048)),
+SPEC = describe(moe_unpack, _eager, _samples, _bad_inputs, _case)(
+    bench_cases=(_case(8192, 2048).headlined(), _case(128, 2048)),
     summary="float8 rows of a received payload in a wide dtype",
     autocast="keep",
     rows_are_independent=False,

@@ -9,8 +9,8 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_unpermute
 from fusedops.specs import _routing
-from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> torch.Tensor:
@@ -25,14 +25,12 @@ def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> 
     return rows.view(*positions.shape, input.shape[1]).sum(dim=1)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    options: dict[str, Any] = {"device": device, "dtype": dtype}
-
+def _samples(new: TensorFactory) -> list[Sample]:
     def call(name: str, size: int, plan: RoutingPlan, **kwargs: Any) -> Sample:
         rows = plan.num_tokens * plan.top_k
-        return Sample(name, (randn(rows, size, **options), plan), kwargs)
+        return Sample(name, (new(rows, size), plan), kwargs)
 
-    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), **options)
+    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), **new.place)
     complete, dropped = plans["random_12x2_of_4"], plans["dropped_12x2_of_4"]
     frozen = dropped.with_probs(dropped.probs.detach())
     return [
@@ -40,13 +38,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("without_mask", 8, dataclasses.replace(complete, kept=None)),
         call("unweighted", 8, frozen, weighted=False),
         call("frozen_router", 8, frozen),
-        call("odd_size", 37, _routing.plan(9, 1, 3, **options)),
-        call("long_rows", 1100, _routing.plan(3, 2, 2, **options)),
-        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", **options)),
-        call("one", 1, _routing.plan(1, 1, 1, **options)),
-        call("no_tokens", 8, _routing.plan(0, 2, 4, **options)),
-        call("no_columns", 0, _routing.plan(4, 2, 4, **options)),
-        call("no_choices", 8, _routing.plan(4, 0, 4, **options)),
+        call("odd_size", 37, _routing.plan(9, 1, 3, **new.place)),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, **new.place)),
+        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", **new.place)),
+        call("one", 1, _routing.plan(1, 1, 1, **new.place)),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, **new.place)),
+        call("no_columns", 0, _routing.plan(4, 2, 4, **new.place)),
+        call("no_choices", 8, _routing.plan(4, 0, 4, **new.place)),
     ]
 
 
@@ -64,25 +62,22 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype)
-        plan = dataclasses.replace(plan, kept=None)
-        return Sample("bench", (randn(tokens * top_k, size, device=device, dtype=dtype), plan))
+    def make(new: TensorFactory) -> tuple[Any, ...]:
+        plan = _routing.plan(tokens, top_k, experts, **new.place)
+        return new(tokens * top_k, size), dataclasses.replace(plan, kept=None)
 
     # The rows are read and the tokens written; the backward reads both and writes the rows.
     label = f"{tokens}x{size}, {top_k} of {experts}"
     elements = ((1 + top_k) * tokens * size, (1 + 2 * top_k) * tokens * size)
-    return BenchCase.moving(label, make, elements, headline=top_k == 8)
+    return BenchCase.moving(label, make, elements)
 
 
-SPEC = Spec(
-    name="moe_unpermute",
-    op=moe_unpermute,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
-    bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
+SPEC = describe(moe_unpermute, _eager, _samples, _bad_inputs, _case)(
+    bench_cases=(
+        _case(4096, 1024, 8, 64).headlined(),
+        _case(4096, 2048, 2, 8),
+        _case(256, 1024, 8, 64).headlined(),
+    ),
     summary="the experts' rows back to their tokens: weighted sum in slot order",
     autocast="keep",
     rows_are_independent=False,

@@ -19,7 +19,6 @@ class RecordOps(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note an operator of fusedops, and run it."""
         if func.namespace == "fusedops":
             # The dispatcher leaves trailing defaults out; the checks of the backends need them.
             rest = func._schema.arguments[len(args) :]

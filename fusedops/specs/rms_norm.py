@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from fusedops._core import dtypes
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
-from fusedops.specs.make import common_offset, randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
+from fusedops.specs.make import TensorFactory, common_offset
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def eager_rms_norm(
@@ -37,13 +36,12 @@ def eager_rms_norm(
     return (x if weight is None else x * (weight_offset + weight.to(x))).type_as(input)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
     weight = new(33, key="weight", shift=1.0)
-    wide_weight = new(33, dtype=dtypes.statistics_dtype(dtype), key="weight", shift=1.0)
+    wide_weight = new.wide(33, key="weight", shift=1.0)
     return [
         Sample("rows", (new(7, 33), (33,), weight)),
-        Sample("offset", (new(7, 33, shift=common_offset(dtype)), (33,), weight)),
+        Sample("offset", (new(7, 33, shift=common_offset(new.dtype)), (33,), weight)),
         Sample("three_dims", (new(2, 3, 64), (64,), new(64, shift=1.0)), {"eps": 1e-3}),
         Sample("two_normalized_dims", (new(5, 4, 6), (4, 6), new(4, 6, shift=1.0))),
         Sample("no_weight", (new(4, 17), (17,))),
@@ -71,28 +69,21 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torch") -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = randn_on(device, dtype)
+def _case(rows: int, columns: int, rounding: str = "torch") -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
         data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
         return Sample("bench", data, {"rounding": rounding} if rounding != "torch" else {})
 
     size = rows * columns
     label = f"{rows}x{columns}" + (f", {rounding}" if rounding != "torch" else "")
-    return BenchCase.moving(label, make, (2 * size, 3 * size), headline=headline)
+    return BenchCase.moving(label, make, (2 * size, 3 * size))
 
 
-SPEC = Spec(
-    name="rms_norm",
-    op=rms_norm,
-    eager=eager_rms_norm,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(rms_norm, eager_rms_norm, _samples, _bad_inputs, _case)(
     bench_cases=(
         _case(4096, 768),
-        _case(4096, 1024, headline=True),
-        _case(4096, 1024, headline=True, rounding="hf"),
+        _case(4096, 1024).headlined(),
+        _case(4096, 1024, rounding="hf").headlined(),
         _case(8192, 4096),
         _case(16384, 256),
         _case(16, 768),

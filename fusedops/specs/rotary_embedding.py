@@ -8,8 +8,8 @@ import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.specs import depth
-from fusedops.specs.make import randn, randn_on
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,11 @@ def _eager(
 
 
 def _tables(
-    *shape: int, device: torch.device, dtype: torch.dtype, interleaved: bool = False
+    new: TensorFactory, *shape: int, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of ``[..., seq_len, rotary_dim]`` as Hugging Face computes them."""
     *entries, length, rotary_dim = shape
+    device = new.device
     frequency = 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
     position = torch.arange(length, device=device).float()
     for entry in reversed(entries):
@@ -55,12 +56,11 @@ def _tables(
         position = position + first.reshape(-1, *(1 for _ in position.shape))
     angle = position.unsqueeze(-1) * frequency
     angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(new.dtype), angle.sin().to(new.dtype)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    tables = functools.partial(_tables, device=device, dtype=dtype)
+def _samples(new: TensorFactory) -> list[Sample]:
+    tables = functools.partial(_tables, new)
     heads = new(2, 5, 3, 8).detach()
     view = heads.transpose(1, 2).requires_grad_()
     turned = functools.partial(tables, interleaved=True)
@@ -109,39 +109,26 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    batch: int,
-    length: int,
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    *,
-    interleaved: bool = False,
-    headline: bool = False,
+    batch: int, length: int, heads: int, key_heads: int, head_dim: int, *, interleaved: bool = False
 ) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+    def make(new: TensorFactory) -> Sample:
         def view(num: int) -> torch.Tensor:
-            made = randn(batch, length, num, head_dim, device=device, dtype=dtype, grad=False)
+            made = new(batch, length, num, head_dim, grad=False)
             return made.transpose(1, 2).requires_grad_()
 
-        tables = _tables(1, length, head_dim, device=device, dtype=dtype, interleaved=interleaved)
+        tables = _tables(new, 1, length, head_dim, interleaved=interleaved)
         arguments = (view(heads), view(key_heads), *tables)
         return Sample("bench", arguments, {"interleaved": interleaved})
 
     elements = batch * length * (heads + key_heads) * head_dim
     form = " interleaved" if interleaved else ""
     label = f"{batch}x{length}, {heads}+{key_heads} heads of {head_dim}{form}"
-    return BenchCase.moving(label, make, (2 * elements, 2 * elements), headline=headline)
+    return BenchCase.moving(label, make, (2 * elements, 2 * elements))
 
 
-SPEC = Spec(
-    name="rotary_embedding",
-    op=rotary_embedding,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
+SPEC = describe(rotary_embedding, _eager, _samples, _bad_inputs, _case)(
     bench_cases=(
-        _case(2, 2048, 32, 8, 128, headline=True),
+        _case(2, 2048, 32, 8, 128).headlined(),
         _case(2, 2048, 32, 8, 128, interleaved=True),
         _case(8, 1024, 12, 12, 64),
         _case(1, 1, 32, 8, 128),

@@ -10,8 +10,8 @@ import torch
 
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.specs import depth
-from fusedops.specs.make import common_offset, randn, randn_on, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory, common_offset, with_extremes
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(
@@ -64,16 +64,15 @@ def _not_finite(
     return weights.masked_fill(empty, 0.0).to(input.dtype)
 
 
-def _keep(*shape: int, device: torch.device) -> torch.Tensor:
+def _keep(new: TensorFactory, *shape: int) -> torch.Tensor:
     """Return a boolean mask that leaves something in every row, causal or not."""
-    kept = randn(*shape, device=device, dtype=torch.float32, grad=False, key="keep") > 0
+    kept = new(*shape, dtype=torch.float32, grad=False, key="keep") > 0
     kept[..., 0] = True
     return kept
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    new = randn_on(device, dtype)
-    keep = functools.partial(_keep, device=device)
+def _samples(new: TensorFactory) -> list[Sample]:
+    keep = functools.partial(_keep, new)
     hidden = new(3, 1, 5, 21, grad=False, key="hidden")
     hidden = hidden.masked_fill(~keep(3, 1, 5, 21), -torch.inf)
     return [
@@ -81,8 +80,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("plain", (new(7, 33, scale=3.0),)),
         Sample("extremes", (with_extremes(new(2, 5, 33)), None, 0.5)),
         Sample("extremes_additive", (new(2, 5, 33), with_extremes(new(5, 33, key="mask")))),
-        Sample("offset", (new(7, 33, shift=common_offset(dtype)),)),
-        Sample("offset_long", (new(2, 2, 17001, shift=-common_offset(dtype)), None, 2.0**-8)),
+        Sample("offset", (new(7, 33, shift=common_offset(new.dtype)),)),
+        Sample("offset_long", (new(2, 2, 17001, shift=-common_offset(new.dtype)), None, 2.0**-8)),
         Sample("no_mask", (new(2, 3, 5, 37), None, 0.125)),
         Sample("causal", (new(2, 3, 6, 6), None, 0.5, True)),
         Sample("causal_more_keys", (new(2, 4, 19), None, 1.0, True)),
@@ -120,33 +119,22 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _case(
-    batch: int, heads: int, length: int, mask: str | None = None, *, headline: bool = False
-) -> BenchCase:
+def _case(batch: int, heads: int, length: int, mask: str | None = None) -> BenchCase:
     """Return a size; ``mask`` is ``None``, ``"causal"``, ``"keep"`` or ``"additive"``."""
     shape = (batch, heads, length, length)
+    size, of_mask = math.prod(shape), math.prod(shape) // heads
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        x = randn(*shape, device=device, dtype=dtype)
-        scale = 1 / math.sqrt(64)
-        keep = _keep(batch, 1, length, length, device=device)
-        hidden = torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, -torch.inf)
+    def make(new: TensorFactory) -> tuple[Any, ...]:
+        keep = _keep(new, batch, 1, length, length)
+        hidden = torch.zeros_like(keep, dtype=new.dtype).masked_fill(~keep, -torch.inf)
         given = {"keep": keep, "additive": hidden}.get(mask or "")
-        return Sample("bench", (x, given, scale, mask == "causal"))
+        return new(*shape), given, 1 / math.sqrt(64), mask == "causal"
 
-    def moved(passes: int, dtype: torch.dtype) -> int:
-        elements = math.prod(shape)
-        read = (passes - 1) * (0.5 if mask == "causal" else 1.0)  # of a causal row, the seen part
-        of_mask = {"keep": 1, "additive": dtype.itemsize}.get(mask or "", 0) / heads
-        return int(elements * ((read + 1) * dtype.itemsize + of_mask))
-
-    return BenchCase(
-        label=f"{batch}x{heads}x{length}x{length}" + (f" {mask}" if mask else ""),
-        make=make,
-        bytes_forward=lambda dtype: moved(2, dtype),
-        bytes_backward=lambda dtype: 3 * math.prod(shape) * dtype.itemsize,
-        headline=headline,
-    )
+    # Of a causal row the seen part is read.
+    read = size // 2 if mask == "causal" else size + of_mask * (mask == "additive")
+    label = f"{batch}x{heads}x{length}x{length}" + (f" {mask}" if mask else "")
+    extra = (of_mask * (mask == "keep"), 0)
+    return BenchCase.moving(label, make, (size + read, 3 * size), extra=extra)
 
 
 def _from_opinfo(
@@ -159,18 +147,12 @@ def _from_opinfo(
     return (input,), {}
 
 
-SPEC = Spec(
-    name="scaled_masked_softmax",
-    op=scaled_masked_softmax,
-    eager=_eager,
+SPEC = describe(scaled_masked_softmax, _eager, _samples, _bad_inputs, _case)(
     non_finite=tuple(
         functools.partial(_not_finite, masks_by=way) for way in ("filling", "adding", "skipping")
     ),
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_case,
     bench_cases=(
-        _case(2, 12, 1024, "keep", headline=True),
+        _case(2, 12, 1024, "keep").headlined(),
         _case(2, 12, 1024, "causal"),
         _case(2, 12, 1024, "additive"),
         _case(2, 12, 1024),

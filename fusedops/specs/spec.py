@@ -6,12 +6,15 @@ and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from fusedops.specs.make import TensorFactory
 
 # What an op returns: a tensor, or several in a tuple or another pytree (a RoutingPlan).
 Tensors = Any
@@ -90,10 +93,8 @@ def wrong_tensors(
 ) -> list[BadInput]:
     """Return calls with one argument that is no tensor, or has another dtype or device.
 
-    Args:
-        bad: what ``bad_changes`` returned.
-        may_be_wide: names of the arguments that may be float64 where others are float32.
-        tensors: right float32 or integer arguments. The others must match the first one.
+    ``tensors`` are right float32 or integer arguments, which must match the first one, but for
+    those that ``may_be_wide``: float64 where others are float32.
     """
     calls = []
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -132,19 +133,29 @@ class BenchCase:
     def moving(
         cls,
         label: str,
-        make: Callable[[torch.device, torch.dtype], Sample],
+        arguments: Callable[[TensorFactory], Any],
         elements: tuple[int, int],
         flops: tuple[int, int] = (0, 0),
-        *,
-        headline: bool = True,
+        extra: tuple[int, int] = (0, 0),
     ) -> BenchCase:
-        """Return a row whose forward and backward move so many elements of the given dtype."""
+        """Return a row whose forward and backward move so many elements and ``extra`` bytes.
 
-        def moved(count: int) -> Callable[[torch.dtype], int]:
-            return lambda dtype: count * dtype.itemsize
+        ``arguments(new)`` returns those of the call, or a sample.
+        """
 
-        forward, backward = map(moved, elements)
-        return cls(label, make, forward, backward, *flops, headline)
+        def make(device: torch.device, dtype: torch.dtype) -> Sample:
+            made = arguments(TensorFactory(device, dtype))
+            return made if isinstance(made, Sample) else Sample("bench", made)
+
+        def moved(count: int, more: int) -> Callable[[torch.dtype], int]:
+            return lambda dtype: count * dtype.itemsize + more
+
+        forward, backward = map(moved, elements, extra)
+        return cls(label, make, forward, backward, *flops, headline=False)
+
+    def headlined(self) -> BenchCase:
+        """Return the row as one of the default run."""
+        return replace(self, headline=True)
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,22 @@ class Spec:
         That is the one of the least precision among the floating tensors of the call.
         """
         return sample.least_dtype if self.rounds_inside else None
+
+
+def describe(
+    op: Callable[..., Tensors],
+    eager: Callable[..., Tensors],
+    samples: Callable[[TensorFactory], list[Sample]],
+    bad_inputs: Callable[[torch.device], list[BadInput]],
+    bench_case: Callable[..., BenchCase],
+) -> functools.partial[Spec]:
+    """Return what makes the ``Spec`` of an op of the other fields; ``samples`` takes a factory."""
+
+    def drawn(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        return samples(TensorFactory(device, dtype))
+
+    functions = (op, eager, drawn, bad_inputs)
+    return functools.partial(Spec, op.__name__, *functions, bench_case=bench_case)
 
 
 @dataclass(frozen=True)

@@ -7,36 +7,27 @@ import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
 from fusedops.specs import _glu, depth
-from fusedops.specs.make import randn_on
-from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes, wrong_tensors
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, Sample, bad_changes, describe, wrong_tensors
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    return _glu.samples(randn_on(device, dtype))
+def _samples(new: TensorFactory) -> list[Sample]:
+    return _glu.samples(new)
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(3, 8, device=device)
     bad = bad_changes(gate=x, up=x)
-    return [
-        bad("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1]),
-        *wrong_tensors(bad, gate=x, up=x),
-    ]
+    return [bad("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1]), *wrong_tensors(bad, gate=x, up=x)]
 
 
-SPEC = Spec(
-    name="swiglu",
-    op=swiglu,
-    eager=_eager,
-    samples=_samples,
-    bad_inputs=_bad_inputs,
-    bench_case=_glu.case,
+SPEC = describe(swiglu, _eager, _samples, _bad_inputs, _glu.case)(
     bench_cases=(
-        _glu.case(4096, 4096, headline=True),
+        _glu.case(4096, 4096).headlined(),
         _glu.case(2048, 11008),
         _glu.case(2048, 11008, chunks=True),
         _glu.case(16, 4096),

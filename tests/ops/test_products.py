@@ -60,13 +60,13 @@ def _mlp_leaves() -> list[torch.Tensor]:
 @pytest.mark.parametrize(("recompute", "products"), [(False, 6), (True, 7)])
 def test_number_of_matrix_products(recompute: bool, products: int) -> None:
     """On the reference, whose products are torch's: 8 would be a checkpoint around the block."""
-    from fusedops.ops.mlp import _backward_reference, _reference
+    from fusedops.ops.mlp import _backward, _reference
 
     leaves = [leaf.detach() for leaf in _mlp_leaves()]
     with torch.no_grad(), CountProducts() as counted:
         output, kept = _reference(*leaves, "gelu", not recompute)
         grad = torch.ones_like(output)
-        _backward_reference(grad, *leaves, kept, "gelu", not recompute, [True] * 5)
+        _backward(grad, *leaves, kept, "gelu", not recompute, [True] * 5)
     assert counted.count == products
 
 
