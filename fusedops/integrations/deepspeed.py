@@ -26,9 +26,8 @@ def initialize(
 ) -> Any:
     """Patch a model and give it to ``deepspeed.initialize``.
 
-    Stages 0 to 3 of ZeRO. Under stage 3, which gathers a module's parameters by hooks on it, a
-    fused block reads its children's parameters without calling them: the engine gathers what is
-    read, and from then on with the block's own.
+    Stages 0 to 3 of ZeRO. Under stage 3 a fused block reads its children's parameters without
+    calling them: the engine gathers what is read.
 
     Args:
         args: of ``deepspeed.initialize``.

@@ -26,8 +26,9 @@ class FusedOps(_Callback):
     """Patch the ``LightningModule`` with the fused ops.
 
     It is patched before its own ``setup`` and ``configure_model`` run, because the latter may shard
-    it, and again between them and the strategy's set-up, because they may have built it. The report
-    is printed by Lightning's ``rank_zero_info`` and kept as ``report``.
+    it, and again before the strategy's set-up, because they may have built it. The report is
+    printed by Lightning's ``rank_zero_info`` and kept as ``report``. A model that
+    ``configure_model`` both builds and shards has to be patched there, between the two.
 
     Args:
         level: as for ``fusedops.patch``.
@@ -36,10 +37,6 @@ class FusedOps(_Callback):
 
     Raises:
         ValueError: ``level`` is unknown.
-
-    Note:
-        A model that ``configure_model`` both builds and shards has to be patched there, by
-        ``fusedops.patch`` between the two.
     """
 
     def __init__(self, level: str = "O2", strict: bool = False, unpatch: bool = False) -> None:
@@ -72,8 +69,6 @@ class FusedOps(_Callback):
 
 class StepTimings(_Callback):
     """Record where the time of each step is spent on each rank, and warn of what slows the job.
-
-    As ``fusedops.integrations.trainer.TimingsCallback``.
 
     Args:
         folder: for the records; by default the trainer's ``default_root_dir``.

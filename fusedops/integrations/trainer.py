@@ -29,8 +29,7 @@ _LOG = logging.getLogger("fusedops")
 def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -> PatchReport:
     """Let a Trainer's model run on the fused ops.
 
-    It is what ``TrainingArguments(use_liger_kernel=True)`` is for another library. Call it before
-    ``train``, which wraps the model. Adapters that trl puts in are there by then.
+    Call it before ``train``, which wraps the model. Adapters that trl puts in are there by then.
     With ``model_init`` each model that is made later is patched as well.
 
     Args:
@@ -114,9 +113,8 @@ class FusedOpsCallback(_Callback):
 class TimingsCallback(_Callback):
     """Record where the time of each step is spent on each rank, and warn of what slows the job.
 
-    The records are those of ``fusedops train``: ``fusedops profile`` reads them. docs/observe.md
-    says what is found. Waits are known for DistributedDataParallel; with FSDP they are part of
-    forward and backward.
+    The records are those of ``fusedops train``: ``fusedops profile`` reads them. Waits are known
+    for DistributedDataParallel; with FSDP they are part of forward and backward.
 
     Args:
         folder: for the records; by default the trainer's ``output_dir``.

@@ -16,21 +16,14 @@ from fusedops.integrations.hf.rules.rule import runs_here
 
 
 class Match(NamedTuple):
-    """A call that computes some nodes.
+    """A call that computes some nodes."""
 
-    Attributes:
-        rewrite: its name.
-        function: is called; a tuple is its result if there is more than one root.
-        arguments: of the call: nodes, numbers, ``None``.
-        options: its keywords.
-        roots: the nodes that its results take the place of. All between them and the arguments is
-            the work of the call.
-    """
-
-    rewrite: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    rewrite: str  # its name
+    function: Callable[..., Any]  # returns a tuple if there is more than one root
+    arguments: tuple[Any, ...]  # nodes, numbers, ``None``
+    options: dict[str, Any]  # keywords
+    # The nodes that its results take the place of. All between them and the arguments is the work
+    # of the call
     roots: tuple[fx.Node, ...]
 
 

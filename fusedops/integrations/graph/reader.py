@@ -54,11 +54,7 @@ def value_of(node: Any) -> FakeTensor | None:
 
 
 class GraphReader:
-    """Reads one graph.
-
-    Attributes:
-        graph: the graph.
-    """
+    """Reads one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -102,14 +98,9 @@ class GraphReader:
         return self._autocasts[self._region[node]]
 
     def position(self, nodes: Sequence[fx.Node], sources: Iterable[Any]) -> fx.Node | None:
-        """Return the node before which a call may stand: after its sources, before all users.
+        """Return the node before which a call may stand in the place of ``nodes``, or ``None``.
 
-        Args:
-            nodes: those that the call is in the place of, in order.
-            sources: its arguments.
-
-        Returns:
-            ``None`` if there is no such node.
+        It comes after the call's sources and before all users.
         """
         places = [self._place[source] for source in sources if isinstance(source, fx.Node)]
         members = set(nodes)
@@ -144,6 +135,13 @@ class GraphReader:
             return node
         return "cast", content[1], value.dtype
 
+    def before_cast(self, node: Any) -> Any:
+        """Return what a node is a float32 copy of, else the node itself."""
+        match self.expression(node):
+            case ("cast", fx.Node() as source, torch.float32):
+                return source
+        return node
+
     def source(self, node: Any) -> Any:
         """Return a node without casts and dropouts that change nothing in front of it."""
         while isinstance(node, fx.Node) and _is_unchanged(node):
@@ -153,8 +151,7 @@ class GraphReader:
     def inner(self, roots: Sequence[fx.Node], sources: Iterable[Any]) -> list[fx.Node] | None:
         """Return the nodes from some sources to some roots, the roots among them, in order.
 
-        Returns:
-            ``None`` where others need the value of one that is not a root.
+        It is ``None`` where others need the value of one that is not a root.
         """
         stop = {source for source in sources if isinstance(source, fx.Node)}
         members: set[fx.Node] = set()
@@ -172,7 +169,6 @@ class GraphReader:
 
 
 def _name(node: fx.Node) -> str | None:
-    """Return the name of the operation of a node, or ``None``."""
     if node.op == "call_method":
         return str(node.target) if node.target in _METHODS else None
     if node.op != "call_function":
@@ -238,7 +234,8 @@ def _written_by(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
         return
     if isinstance(target, torch._ops.HigherOrderOperator):
-        if any(_has_writes(body.graph) for body in bodies(node)):
+        inner = (part for body in bodies(node) for part in body.graph.nodes)
+        if any(True for part in inner for _ in _written_by(part)):
             yield from node.all_input_nodes
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -273,10 +270,6 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
         if argument.op == "get_attr" and owner is not None
     )
     return [module for module in modules if isinstance(module, fx.GraphModule)]
-
-
-def _has_writes(graph: fx.Graph) -> bool:
-    return any(True for node in graph.nodes for _ in _written_by(node))
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -29,12 +30,11 @@ class ExampleStep:
 
     Args:
         model: patched or not; its state may change between the runs.
-        example: its inputs: keywords as a mapping, positional arguments as a tuple or list, or one
-            tensor.
+        example: its inputs, as for ``patch``.
         caller: name of the function whose argument ``example`` is.
 
     Raises:
-        TypeError: ``example`` is none of these.
+        TypeError: ``example`` is of another type.
         UnsupportedError: an optimizer may step in the backward, or parameters are not initialized.
     """
 
@@ -67,8 +67,7 @@ class ExampleStep:
     ) -> set[nn.Parameter]:
         """Run the step; return the parameters that received a gradient.
 
-        Args:
-            during: entered around the step, without what saves and restores the state.
+        ``during`` is entered around the step alone, inside of what restores the state.
 
         Raises:
             ValueError: the model does not take the inputs, or they cannot be copied.
@@ -121,9 +120,7 @@ class _State:
     def __init__(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         self._copies = copies  # of all runs, since every run restores them
         self._reached: dict[int, Any] = {}
-        self._contents: list[tuple[Any, list[Any]]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def save(self, value: Any) -> None:
         """Keep the state of a value and of what it contains, and remove gradients."""
@@ -136,39 +133,25 @@ class _State:
             if value.layout is torch.strided and not (value.is_meta or value.is_nested):
                 self._copies.setdefault(value, _copy(value))
             if value.is_leaf:
-                self._gradients.append((value, value.grad))
+                self._undo.append(partial(setattr, value, "grad", value.grad))
                 value.grad = None
         elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
-        elif isinstance(value, dict | list | set | deque):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, dict | list | set | deque | tuple):
             content = _content(value)
-            self._contents.append((value, content))
+            if not isinstance(value, tuple):
+                self._undo.append(partial(_refill, value, content))
             for element in content:
-                self.save(element)
-        elif isinstance(value, tuple):
-            for element in value:
                 self.save(element)
 
     def restore(self) -> None:
         """Give everything the state back that it had; what did not change is not written."""
-        for container, content in self._contents:
-            now = _content(container)
-            if len(now) != len(content) or any(map(is_not, now, content)):
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(zip(content[::2], content[1::2], strict=True))
-                elif isinstance(container, set):
-                    container.update(content)
-                else:
-                    container.extend(content)
-        for generator, state in self._generators:
-            generator.set_state(state)
         for tensor, saved in self._copies.items():
             if not torch.equal(tensor, saved.to(tensor.device)):
                 with torch.no_grad():
                     tensor.copy_(saved)
-        for tensor, gradient in self._gradients:
-            tensor.grad = gradient
+        for undo in self._undo:
+            undo()
 
 
 def _content(container: Any) -> list[Any]:
@@ -176,6 +159,19 @@ def _content(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return list(chain.from_iterable(container.items()))
     return list(container)
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    now = _content(container)
+    if len(now) == len(content) and not any(map(is_not, now, content)):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(content[::2], content[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,9 +212,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _arguments(example: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
+    if isinstance(example, torch.Tensor | tuple | list):
+        return (example,) if isinstance(example, torch.Tensor) else tuple(example), {}
     expected = "a tensor, a tuple of arguments or a mapping of keywords"
     checks.fail_type(caller, "example", expected, example)

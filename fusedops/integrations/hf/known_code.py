@@ -34,10 +34,7 @@ def code(of: Any) -> str:
 
     These are the methods of the class and the functions of its module, to any depth; what other
     global names stand for follows. Docstrings, comments and annotations are left out; decorators
-    are not.
-
-    Raises:
-        OSError: there is no source.
+    are not. Without source it raises ``OSError``.
     """
     function: Any = inspect.unwrap(getattr(of, "forward", of))
     functions = {function: _syntax(function)}

@@ -41,10 +41,7 @@ _PARAMETERS = ("weight", "bias", "p")
 
 @weakly_cached
 def _read_children(cls: Any) -> frozenset[str]:
-    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else.
-
-    These are weights and biases, and the probability of a dropout.
-    """
+    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
     read: set[str] = set()
     other: set[str] = set()
     for code in _codes(cls):

@@ -22,12 +22,7 @@ _NO_MODULE = "code outside of modules"
 
 
 def step_time(step: ExampleStep, modules: tuple[ModuleReport, ...]) -> StepTime:
-    """Return the time of one step of a model, which has run before.
-
-    Args:
-        step: of the model in its current state.
-        modules: the report of the model.
-    """
+    """Return the time of one step of a model in its current state, which has run before."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.on_gpu else [])]
     record = profile(activities=activities, with_stack=True)
     step.run(record)
@@ -35,7 +30,6 @@ def step_time(step: ExampleStep, modules: tuple[ModuleReport, ...]) -> StepTime:
 
 
 def _divided(events: Any, on_gpu: bool, modules: tuple[ModuleReport, ...]) -> StepTime:
-    """Divide the time in operators between fused ops and classes of modules."""
     classes: dict[int, str] = {}  # operator of the forward -> class of the module that called it
     for event in events:
         if event.scope == 0 and event.sequence_nr >= 0 and _is_operator(event):

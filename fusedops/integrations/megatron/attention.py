@@ -24,11 +24,10 @@ _EVERYTHING = (-1, -1)
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention):
-    """Megatron's ``DotProductAttention`` with the fused op.
+    """Megatron's ``DotProductAttention`` with the fused op, and packed sequences.
 
-    Masked scores weigh nothing; a query that may see nothing gets 0, where Megatron's finite mask
-    gives it the mean of all values. As there, a layer with a window does not look at the mask. What
-    Megatron leaves to other implementations and this one has: packed sequences.
+    A query that may see nothing gets 0, where Megatron's finite mask gives it the mean of all
+    values. As there, a layer with a window does not look at the mask.
     """
 
     def forward(

@@ -85,9 +85,6 @@ def layer_spec(**options: Any) -> Any:
     Args:
         **options: those of Megatron's ``get_gpt_layer_local_spec``: ``num_experts``,
             ``moe_grouped_gemm``, ``qk_layernorm``, ``normalization`` ...
-
-    Returns:
-        A ``ModuleSpec``.
     """
     return fused_spec(gpt_layer_specs.get_gpt_layer_local_spec(**options))
 

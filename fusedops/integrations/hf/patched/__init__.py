@@ -26,8 +26,6 @@ def module_of(original: type | FunctionType) -> str:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules below this package."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

@@ -1,5 +1,5 @@
 """What ``patch`` replaces: one module for each kind of module of transformers and torch.
 
-A function ``*_rule(original, ..., module_name)`` returns the ``PatchRule`` for the class
-``original``; ``module_name`` names the module that will hold the patched class under its name.
+A function ``*_rule(original, ...)`` returns the ``PatchRule`` for the class ``original``, or
+``None`` where there is none for its code.
 """

@@ -21,12 +21,7 @@ def empty_like_parameters(module: nn.Module) -> torch.Tensor:
 
 
 def resolution(op: str, module: nn.Module) -> str:
-    """Return which backend would run an op for this module, and why.
-
-    Args:
-        op: the op's name.
-        module: on whose parameters' device it would run.
-    """
+    """Return which backend would run an op for this module, and why."""
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return "known when the parameters are on a device"

@@ -7,8 +7,7 @@ A linear layer on its own is only worth replacing where the own product is faste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 from fusedops import nn as fused
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
@@ -50,13 +50,9 @@ _SERVED = _HALF if is_by_intel() and torch.backends.mkl.is_available() else (tor
 def torchs_product_is_faster(tensor: torch.Tensor) -> bool:
     """Return whether torch's product and another op behind it are faster than one fused op.
 
-    Args:
-        tensor: the input, or a weight of its dtype.
+    ``tensor`` is the input, or a weight of its dtype.
     """
     return tensor.is_cpu and _product_dtype(tensor) == torch.float32 not in _SERVED
-
-
-FASTER_PRODUCT = "torch's product of float32 is faster on this processor"
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
@@ -141,12 +137,17 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
         return super().forward(input, target)
 
 
-# Class of a linear layer -> whether its bias is part of the product; ``by_code.py`` adds those that
-# are linear layers by their code.
-LINEARS: ClassTable[bool] = ClassTable("linear")
-LINEARS[nn.Linear] = LINEARS[Linear] = True
-# Classes whose weight is [in, out] -> why the product of one must not be done without calling it.
-TRANSPOSED: dict[type, Callable[[str, Any], str | None]] = {}
+class LinearLayer(NamedTuple):
+    """What a class of linear layers does in another way than torch's."""
+
+    is_transposed: bool = False  # its weight is ``[in, out]``
+    rounds_twice: bool = False  # it adds its bias to the rounded product
+
+
+# ``by_code.py`` adds those that are linear layers by their code.
+LINEARS: ClassTable[LinearLayer] = ClassTable("linear")
+LINEARS[nn.Linear] = LINEARS[Linear] = LinearLayer()
+LINEAR_BASES: list[type[nn.Module]] = [nn.Linear]
 
 
 def _gelu_name(module: Any) -> str | None:
@@ -161,26 +162,23 @@ activations.FUNCTIONS.update({F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"
 
 def is_linear(module: Any) -> bool:
     """Return whether a module is a linear layer, also one of a class that was derived from it."""
-    return isinstance(module, (nn.Linear, *TRANSPOSED))
+    return isinstance(module, tuple(LINEAR_BASES))
 
 
 def product_obstacle(name: str, module: Any) -> str | None:
-    """Return why a product with the weight of ``module`` must not be done without calling it."""
-    return TRANSPOSED.get(type(module), linear_obstacle)(name, module)
+    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
+    reason = bypass_obstacle(name, module, LINEARS)
+    if reason is None and LINEARS[type(module)].rounds_twice and module.bias is not None:
+        reason = f"{name} adds its bias to the rounded product"
+    if reason is None and LINEARS[type(module)].is_transposed and gathers_on_access(module):
+        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
+    return reason
 
 
 def weight_of(linear: Any) -> torch.Tensor:
     """Return the weight of a linear layer as ``[out, in]``."""
     weight: torch.Tensor = linear.weight
-    return weight.t() if type(linear) in TRANSPOSED else weight
-
-
-def linear_obstacle(name: str, module: Any) -> str | None:
-    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
-    reason = bypass_obstacle(name, module, LINEARS)
-    if reason is None and not LINEARS[type(module)] and module.bias is not None:
-        reason = f"{name} adds its bias to the rounded product"
-    return reason
+    return weight.t() if LINEARS[type(linear)].is_transposed else weight
 
 
 AS_FAST = "torch's own product is as fast here"

@@ -7,8 +7,6 @@ activation is known by its class here, never by its name in a configuration.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import activations as originals
@@ -17,8 +15,14 @@ from transformers import pytorch_utils
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.rule import PatchRule, always, bypass_obstacle, subclass
-from fusedops.integrations.hf.rules.torch_modules import TRANSPOSED, own_product, product_plan
+from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
+from fusedops.integrations.hf.rules.torch_modules import (
+    LINEAR_BASES,
+    LINEARS,
+    LinearLayer,
+    own_product,
+    product_plan,
+)
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -42,8 +46,6 @@ _WITH_POW = {"NewGELUActivation", "AccurateGELUActivation"}
 
 
 class _Gelu(nn.Module):
-    """The forward of every patched GELU."""
-
     approximate: str
     widens: bool
 
@@ -54,29 +56,20 @@ class _Gelu(nn.Module):
 
 
 def gelu_rule(
-    original: type[nn.Module],
-    module_name: str,
-    approximate: str,
-    activation: str,
-    *,
-    widens: bool = False,
+    original: type[nn.Module], approximate: str, activation: str, *, widens: bool = False
 ) -> PatchRule:
     """Return the rule for a class of GELU, and let it be part of other ops.
 
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        approximate: as in ``gelu``.
-        activation: its name in ``linear_act``.
-        widens: whether CUDA's autocast computes it in float32.
+    ``approximate`` is that of ``gelu``, ``activation`` the name in ``linear_act``; ``widens`` says
+    whether CUDA's autocast computes it in float32.
     """
-    patched = subclass(original, _Gelu, module_name, approximate=approximate, widens=widens)
+    patched = subclass(original, _Gelu, approximate=approximate, widens=widens)
     activations.KNOWN.update({original: activation, patched: activation})
     return PatchRule(original, patched, "O1", always("gelu"), guarded=True)
 
 
 _GELU_RULES = [
-    gelu_rule(getattr(originals, _name), __name__, *_forms, widens=_name in _WITH_POW)
+    gelu_rule(getattr(originals, _name), *_forms, widens=_name in _WITH_POW)
     for _name, _forms in _GELUS.items()
     if hasattr(originals, _name)  # others are added or removed by a later transformers
 ]
@@ -96,18 +89,6 @@ class Conv1D(pytorch_utils.Conv1D):
         return linear_act(x, self.weight.t(), self.bias, activation="identity")
 
 
-CONV1DS = (pytorch_utils.Conv1D, Conv1D)
-
-
-def conv1d_obstacle(name: str, module: Any) -> str | None:
-    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
-    reason = bypass_obstacle(name, module, CONV1DS)
-    if reason is None and gathers_on_access(module):
-        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
-    return reason
-
-
-TRANSPOSED.update(dict.fromkeys(CONV1DS, conv1d_obstacle))
-
-
+LINEARS[pytorch_utils.Conv1D] = LINEARS[Conv1D] = LinearLayer(is_transposed=True)
+LINEAR_BASES.append(pytorch_utils.Conv1D)
 RULES = (PatchRule(pytorch_utils.Conv1D, Conv1D, "O2", product_plan), *_GELU_RULES)
