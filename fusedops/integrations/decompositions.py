@@ -3,9 +3,8 @@
     program = torch.export.export(model, args, dynamic_shapes=shapes)
     program = program.run_decompositions(fusedops.decompositions())
 
-Each op becomes its reference in torch operations. If torch has an operator for the complete op,
-which compilers and other runtimes know (LayerNorm, RMSNorm, attention), that operator is used.
-Experts, whose reference reads the numbers of rows, become one product per expert.
+Each op becomes its reference in torch operations, or the one operator that torch has for it
+(LayerNorm, RMSNorm, attention). Experts become one product per expert.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from fusedops.ops.linear_act import activate
 from fusedops.ops.rotary_embedding import rotated
 
 Decompositions = dict[torch._ops.OpOverload, Callable[..., Any]]
+_LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
 
 
 def decompositions() -> Decompositions:
@@ -53,9 +53,6 @@ def decompositions() -> Decompositions:
         for name, function in table.items()
         if name not in _LEFT
     }
-
-
-_LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
 
 
 def _layer_norm(*args: Any) -> tuple[Any, ...]:

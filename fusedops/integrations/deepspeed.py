@@ -1,8 +1,6 @@
 """DeepSpeed: ``initialize`` with the model patched before, and the ops into or out of an engine.
 
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
-
-Importing this module imports DeepSpeed.
+engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A model is patched in ``post_init``, at the end of its construction. transformers' own mapping of
 classes (``register_patch_mapping``) does not know torch's layers, activations and losses, nor
-models that are made by their class. Importing this module imports transformers.
+models that are made by their class.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Hugging Face's Trainer and what is built on it (trl's): fused ops by one line or by a callback.
 
-    use_fused_kernels(trainer)                                   # before trainer.train()
-    Trainer(model, args, callbacks=[FusedOpsCallback()], ...)    # the same
-
-Importing this module imports transformers.
+use_fused_kernels(trainer)                                   # before trainer.train()
+Trainer(model, args, callbacks=[FusedOpsCallback()], ...)    # the same
 """
 
 from __future__ import annotations
@@ -56,20 +54,16 @@ def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -
         )
     report = patch(target.model, level=level, strict=strict)
     if target.model_init is not None:
-        target.model_init = _patching(target.model_init, level, strict)
+        model_init = target.model_init
+
+        @functools.wraps(model_init)  # the Trainer asks for its arguments
+        def patching(*args: Any) -> Any:
+            model = model_init(*args)
+            patch(model, level=level, strict=strict)
+            return model
+
+        target.model_init = patching
     return report
-
-
-def _patching(model_init: Any, level: str, strict: bool) -> Any:
-    """Return ``model_init``, under its own signature, with a patched result."""
-
-    @functools.wraps(model_init)
-    def call(*args: Any) -> Any:
-        model = model_init(*args)
-        patch(model, level=level, strict=strict)
-        return model
-
-    return call
 
 
 _Callback: Any = _transformers.TrainerCallback

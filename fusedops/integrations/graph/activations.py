@@ -102,7 +102,6 @@ def _values(reader: GraphReader, node: Any, source: fx.Node) -> torch.Tensor | N
 
 
 def _apply(name: Any, *arguments: Any) -> Any:
-    """Return an operation of numbers in float64."""
     if name == "cast":
         return arguments[0]
     function = {"div": torch.true_divide}.get(name) or getattr(torch, name)

@@ -11,14 +11,15 @@ from torch import fx
 
 from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
-from fusedops.integrations.hf.rules.torch_functions import multi_head_attention
+from fusedops.integrations.hf.rules.torch_functions import (
+    LOSS_OPTIONS,
+    UNSERVED,
+    multi_head_attention,
+)
 from fusedops.ops.attention import attention
 from fusedops.ops.cross_entropy import cross_entropy
 
-_LOSS_ARGUMENTS = (
-    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "label_smoothing",
-)
+_LOSS_ARGUMENTS = ("input", "target", *LOSS_OPTIONS)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -27,7 +28,7 @@ def cross_entropy_match(reader: GraphReader, root: fx.Node) -> Match | None:
     if root.target is not F.cross_entropy or len(root.args) > len(_LOSS_ARGUMENTS):
         return None
     given: dict[str, Any] = dict(zip(_LOSS_ARGUMENTS, root.args, strict=False)) | root.kwargs
-    if any(given.get(name) is not None for name in ("weight", "size_average", "reduce")):
+    if any(given.get(name) is not None for name in UNSERVED):
         return None
     logits, target = given["input"], given["target"]
     rows, labels = value_of(logits), value_of(target)

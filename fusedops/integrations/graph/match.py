@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,21 +85,16 @@ def _results(reader: GraphReader, match: Match) -> tuple[torch.Tensor, ...] | No
         return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
 
     try:
-        with fake.fake_mode, _entered(reader.autocasts(root)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fake.fake_mode)
+            for device, dtype, enabled, cache in reader.autocasts(root):
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             results = match.function(
                 *tree_map(value, match.arguments), **tree_map(value, match.options)
             )
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         return None
     return results if isinstance(results, tuple) else (results,)
-
-
-@contextlib.contextmanager
-def _entered(autocasts: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device, dtype, enabled, cache in autocasts:
-            stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-        yield
 
 
 def _can_replace(result: Any, root: fx.Node) -> bool:

@@ -40,7 +40,6 @@ def linear_act_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 
 def _fuses_products(node: fx.Node) -> bool:
-    """Return whether products like that of a node are part of fused ops."""
     value = value_of(node)
     return value is not None and not torchs_product_is_faster(value)
 

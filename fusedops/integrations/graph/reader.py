@@ -1,9 +1,7 @@
 """What a node of a captured graph computes, and whether nodes may become one call.
 
 The graph is what Dynamo captured: functions and methods of torch before autograd, with a fake
-tensor for each value (``node.meta["example_value"]``). ``GraphReader.expression`` writes an
-operation in one way however the code writes it (``hf/torch_operations.py``), with the nodes of its
-arguments in it.
+tensor for each value (``node.meta["example_value"]``).
 """
 
 from __future__ import annotations
@@ -42,6 +40,13 @@ _METHODS = METHODS | {"neg", "exp", "erf"}
 _IN_PLACE_OPERATORS = {
     value for name, value in vars(operator).items() if name.startswith("i") and callable(value)
 } - {operator.index, operator.inv, operator.invert, operator.is_, operator.is_not}
+_IN_PLACE_ARGUMENT = {
+    **dict.fromkeys(("silu", "relu", "relu6", "selu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
+    **dict.fromkeys(("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d"), 3),
+    **dict.fromkeys(("dropout2d", "dropout3d", "hardtanh", "threshold"), 3),
+    "rrelu": 4,
+}
 
 
 def value_of(node: Any) -> FakeTensor | None:
@@ -66,17 +71,15 @@ class GraphReader:
         for place, node in enumerate(self.graph.nodes):
             self._place[node] = place
             if _changes_context(node):
-                self._autocasts.append(_autocasts_after(node, self._autocasts[-1]))
+                entered, name = self._autocasts[-1], getattr(node.target, "__name__", "")
+                if name == "_enter_autocast":
+                    entered = (*entered, node.args)
+                self._autocasts.append(entered[:-1] if name == "_exit_autocast" else entered)
             self._region[node] = len(self._autocasts) - 1
-            for argument in _written_by(node):
-                self._mark_written(argument)
-
-    def _mark_written(self, node: fx.Node) -> None:
-        value = value_of(node)
-        if value is None:
-            self._has_unknown_writes = True
-        else:
-            self._written.add(_storage(value))
+            for value in map(value_of, _written_by(node)):
+                self._has_unknown_writes |= value is None
+                if value is not None:
+                    self._written.add(_storage(value))
 
     def is_unchanged(self, nodes: Iterable[fx.Node]) -> bool:
         """Return whether nothing writes to the tensors of some nodes anywhere in the graph."""
@@ -194,7 +197,6 @@ def _is_unchanged(node: fx.Node) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return arguments with tuples in the place of lists."""
     if isinstance(value, dict):
         return {name: _plain(element) for name, element in value.items()}
     if isinstance(value, tuple | list):
@@ -213,15 +215,6 @@ def _changes_context(node: fx.Node) -> bool:
         name.startswith(("_enter_", "_exit_", "_set_", "set_", "_autograd_"))
         or name in ("_sdpa_kernel_variadic", "_vmap_increment_nesting", "_vmap_decrement_nesting")
     )
-
-
-def _autocasts_after(
-    node: fx.Node, entered: tuple[tuple[Any, ...], ...]
-) -> tuple[tuple[Any, ...], ...]:
-    name = getattr(node.target, "__name__", "")
-    if name == "_enter_autocast":
-        return *entered, node.args
-    return entered[:-1] if name == "_exit_autocast" else entered
 
 
 def _written_by(node: fx.Node) -> Iterator[fx.Node]:
@@ -250,15 +243,6 @@ def _written_by(node: fx.Node) -> Iterator[fx.Node]:
         yield from _nodes(kwargs["out"])
     if not _is_torchs(target):
         yield from node.all_input_nodes
-
-
-_IN_PLACE_ARGUMENT = {
-    **dict.fromkeys(("silu", "relu", "relu6", "selu", "mish", "hardswish", "hardsigmoid"), 1),
-    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
-    **dict.fromkeys(("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d"), 3),
-    **dict.fromkeys(("dropout2d", "dropout3d", "hardtanh", "threshold"), 3),
-    "rrelu": 4,
-}
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:

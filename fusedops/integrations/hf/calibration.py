@@ -1,8 +1,7 @@
 """Which is faster here, the patched module or the stock one: ``patch(..., calibrate=True)``.
 
 The first module of each class, shape and setting is timed on the inputs that it received in the
-user's example step, patched and stock in alternation. A file keeps the results, for one device
-architecture and one minor version of torch: processes that read it make the same choices.
+user's example step, patched and stock in alternation. A file keeps the results.
 """
 
 from __future__ import annotations
@@ -25,8 +24,13 @@ from fusedops._core import backends
 from fusedops._core.dtypes import autocast_dtype
 from fusedops.integrations.hf.example_step import copied, tensors_in
 from fusedops.integrations.hf.original_code import context_obstacle
-from fusedops.integrations.hf.rules.probes import empty_like_parameters
-from fusedops.integrations.hf.rules.rule import Refusal, global_hooks, hooks_obstacle, rule_of
+from fusedops.integrations.hf.rules.rule import (
+    Refusal,
+    empty_like_parameters,
+    global_hooks,
+    hooks_obstacle,
+    rule_of,
+)
 from fusedops.runtime.architecture import architecture
 from fusedops.runtime.timer import BriefClock, TimingPlan, Variant, clock_for, measure
 from fusedops.terminal import files
@@ -39,6 +43,7 @@ MARGIN = 0.05
 ROUNDS = 5
 _STOCK, _PATCHED = "stock", "patched"
 _NO_SETTINGS = ("layer_idx", "layer_id", "training")
+_KIND, SCHEMA = "calibration", 2
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,6 @@ def _key(module: nn.Module, inputs: list[str], autocast: torch.dtype | None, tra
 
 
 def _dtype(module: nn.Module, autocast: torch.dtype | None) -> str:
-    """Return the dtype of the weights, and that of autocast where it is active."""
     own, lower = (
         str(dtype).removeprefix("torch.")
         for dtype in (empty_like_parameters(module).dtype, autocast)
@@ -276,9 +280,6 @@ def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> Calibrat
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         return CalibrationFinding(problem=problem)
     return CalibrationFinding(speed_up, speed_up * (1 + MARGIN) < 1, call.where)
-
-
-_KIND, SCHEMA = "calibration", 2
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:

@@ -18,8 +18,6 @@ _PREFIX = "_fusedops_"
 
 
 class _Entry:
-    """A value, and the class that it belongs to."""
-
     def __init__(self, cls: type, value: Any) -> None:
         self.cls = cls
         self.value = value

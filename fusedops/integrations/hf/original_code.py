@@ -1,9 +1,8 @@
 """What a patched module stands for, and whether it is still there.
 
-Libraries put their own functions in the place of torch's and transformers': context parallelism
-takes ``F.scaled_dot_product_attention``, sequence parallelism an entry of ``AttentionInterface``.
-A patched module calls none of these. So it compares before each call whether they are the ones that
-its original's code read when its rule was made, and runs the original where one is not.
+Libraries put their own functions in the place of torch's and transformers'. A patched module calls
+none of these. So it compares before each call whether they are the ones that its original's code
+read when its rule was made, and runs the original where one is not.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ _PASSIVE_MODES = (
 
 # Replacements that compute the same: this one only keeps no reference to a gathered weight.
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
 
 
 class WatchedAttribute(NamedTuple):
@@ -137,9 +137,6 @@ def replaced(watched: WatchList) -> str | None:
     return None
 
 
-_DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
-
-
 def _owner_name(owner: Any) -> str:
     name: str = "F" if owner is F else getattr(owner, "__name__", type(owner).__name__)
     return name.rpartition(".")[2]
@@ -227,14 +224,12 @@ class _Reading:
         return WatchList(tuple(self._attributes.values()), methods)
 
     def add_method(self, cls: type[nn.Module], name: str) -> None:
-        """Add a method of a class, with what it reads."""
         method = getattr(cls, name)
         self._methods[name] = None
         if self._adds(cls, name, _known(method, _root(cls))):
             self._add_code(cls, inspect.unwrap(method))
 
     def add(self, module: ModuleType, name: str, value: Any) -> None:
-        """Add a global of a module, with what it reads."""
         follows = self._follows and _root(module) != "torch"
         if inspect.isclass(value):
             is_layer = issubclass(value, nn.Module)
@@ -504,6 +499,5 @@ def _known(function: Any, root: str) -> Any:
 
 
 def _root(owner: Any) -> str:
-    """Return the name of the package that ``owner``, a class or a module, belongs to."""
     name = owner.__module__ if inspect.isclass(owner) else owner.__name__
     return name.partition(".")[0]

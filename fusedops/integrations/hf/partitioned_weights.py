@@ -1,10 +1,8 @@
 """Parameters of which DeepSpeed's ZeRO-3 keeps a part here, and the hooks that gather them.
 
-Between two forwards such a parameter has no element, and its shape as ``ds_shape``. Hooks on every
-module gather its parameters before its forward and let them go afterwards. A fused forward that
-reads the weight of a child gets it too: the engine's dictionary of parameters gathers one that is
-read while another module runs, and has that module's own hooks gather it from then on, in the
-backward as well. So these hooks may be bypassed, as no others.
+Between two forwards such a parameter has no element, and its shape as ``ds_shape``. The engine's
+dictionary of parameters gathers one that is read while another module runs, and from then on that
+module's own hooks do, in the backward as well. So these hooks may be bypassed, as no others.
 """
 
 from __future__ import annotations

@@ -24,8 +24,14 @@ from fusedops.integrations.hf.example_step import ExampleStep
 from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules.probes import resolution
-from fusedops.integrations.hf.rules.rule import LEVELS, FusionPlan, PatchRule, Refusal, rule_of
+from fusedops.integrations.hf.rules.rule import (
+    LEVELS,
+    FusionPlan,
+    PatchRule,
+    Refusal,
+    resolution,
+    rule_of,
+)
 from fusedops.integrations.hf.step_time import step_time
 
 
@@ -118,7 +124,6 @@ def patch(
 def _examined(
     report: PatchReport, step: ExampleStep, calibrate: bool | str | os.PathLike[str]
 ) -> PatchReport:
-    """Return the report with what steps of the stock and the patched model show."""
     model, stock_gradients = step.model, set[nn.Parameter]()
     known = {} if isinstance(calibrate, bool) else calibration.read(calibrate)
     if step.trains or calibrate is not False:
@@ -303,23 +308,15 @@ def _covered(module: nn.Module) -> bool:
 
 def _plan(rule: PatchRule, module: nn.Module) -> FusionPlan | Refusal:
     """Return the plan of a rule for an instance, which may be of a derived class."""
-    if _is_global(module, rule.original.__module__):
-        file = rule.original.__module__
+    file = rule.original.__module__
+    kept = vars(sys.modules[file]).values() if file in sys.modules and file != "__main__" else ()
+    has_parts = module._parameters or module._modules
+    if not has_parts and any(value is module for value in kept):  # transformers.activations.gelu
         return Refusal(f"it is a global of {file}, which other models may use")
     try:
         return rule.current_plan(module)
     except Exception as error:  # an instance may lack what others of its class have
         return Refusal(f"its state could not be read: {type(error).__name__}: {error}")
-
-
-def _is_global(module: nn.Module, file: str) -> bool:
-    """Return whether the file of a class keeps this activation for all models of the process.
-
-    ``transformers.activations.gelu`` is such a module.
-    """
-    if module._parameters or module._modules or file == "__main__" or file not in sys.modules:
-        return False
-    return any(value is module for value in vars(sys.modules[file]).values())
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:

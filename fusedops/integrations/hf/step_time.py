@@ -1,8 +1,7 @@
 """How much of a step runs fused: one step of a model under torch's profiler, by operator and class.
 
 The profiler knows for each operator the modules that are being called, and which operator of the
-forward one of the backward belongs to. Only time in operators is counted, on a GPU that of their
-kernels: what Python does around them is not.
+forward one of the backward belongs to. What Python does around operators is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _divided(events: Any, on_gpu: bool, modules: tuple[ModuleReport, ...]) -> St
     classes: dict[int, str] = {}  # operator of the forward -> class of the module that called it
     for event in events:
         if event.scope == 0 and event.sequence_nr >= 0 and _is_operator(event):
-            classes.setdefault(event.sequence_nr, _class_of(event))
+            classes.setdefault(event.sequence_nr, _class_of(event, {}))
     fused, stock = 0.0, Counter[str]()
     for event in events:
         if not _is_operator(event):
@@ -42,7 +41,7 @@ def _divided(events: Any, on_gpu: bool, modules: tuple[ModuleReport, ...]) -> St
         if any(part.name.startswith(_OURS) for part in _lineage(event)):
             fused += time
         else:
-            stock[_class_in(event, classes)] += time
+            stock[_class_of(event, classes)] += time
     reasons = {entry.cls: entry.reason for entry in modules if not entry.replaced}
     listed = [StockTime(name, time, reasons.get(name)) for name, time in stock.most_common()]
     return StepTime(fused + stock.total(), fused, tuple(listed))
@@ -59,17 +58,12 @@ def _lineage(event: Any) -> Iterator[Any]:
         event = event.cpu_parent
 
 
-def _class_of(event: Any) -> str:
-    """Return the class of the module in whose forward an event happened."""
-    for part in _lineage(event):
-        if part.name.startswith(_MODULE):
-            return str(part.name.removeprefix(_MODULE).rpartition("_")[0])
-    return _NO_MODULE
-
-
-def _class_in(event: Any, classes: dict[int, str]) -> str:
+def _class_of(event: Any, classes: dict[int, str]) -> str:
     """Return the class of the module to which an event of the forward or backward belongs."""
     for part in _lineage(event):
         if part.scope == 1 and part.sequence_nr in classes:
             return classes[part.sequence_nr]
-    return _class_of(event)
+    for part in _lineage(event):
+        if part.name.startswith(_MODULE):
+            return str(part.name.removeprefix(_MODULE).rpartition("_")[0])
+    return _NO_MODULE

@@ -42,6 +42,7 @@ from fusedops.integrations.hf.torch_operations import (
 INPUT = ("input",)
 
 _MOST_PATHS = 8
+_NO_OPERATION = ("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL")
 
 
 class Question(NamedTuple):
@@ -208,9 +209,6 @@ def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
     return frozenset(names)
 
 
-_NO_OPERATION = ("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL")
-
-
 def _is_known(value: Any) -> bool:
     """Return whether a global may be read by code that runs on symbols."""
     if isinstance(value, bool | int | float | str | torch.dtype):
@@ -248,17 +246,13 @@ class _Run:
             return None
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a method of the class."""
         if not _is_runnable(function, is_method=True):
             raise NoExpressionError
         self.may_be_none |= _compared_with_none(function) or set()
-        namespace: dict[str, Any] = {"isinstance": self.is_instance}
-        for name in function.__code__.co_names:
-            if _is_refused(function.__globals__.get(name)):
-                namespace[name] = _no_answer
-        if namespace.keys() & set(function.__code__.co_names):
-            function = with_globals(function, function.__globals__ | namespace)
-        return function(self.module, *args, **kwargs)
+        read = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        others = {name: _no_answer for name, value in read.items() if _is_refused(value)}
+        namespace = function.__globals__ | {"isinstance": self.is_instance} | others
+        return with_globals(function, namespace)(self.module, *args, **kwargs)
 
     def is_instance(self, value: Any, kinds: Any) -> bool:
         """Answer whether an attribute is a tensor."""
@@ -267,7 +261,6 @@ class _Run:
         return self.answer(Question(value._path, "tensor"))
 
     def answer(self, question: Question) -> bool:
-        """Return the answer on this way."""
         return self.answers.setdefault(question, True)
 
     def attribute(self, path: str, name: str) -> Any:
@@ -417,7 +410,6 @@ class _Symbol(_Value):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the run as an expression."""
     if isinstance(value, _Value):
         return value._content
     if isinstance(value, tuple | list):

@@ -1,10 +1,8 @@
 """The rules that there are: those of the tables, and those for classes known by their code.
 
 A class of torch or of transformers' activations has its rule in a table. Any other class takes the
-rule of one whose code is the same and listed (``known_code.py``). Attention and experts that look
-their function up in transformers' registry need no list: all ask the registry for the same. Nor
-does a norm or feed-forward layer whose code is an expression that is known (``rules/by_code.py``),
-or attention that a class calls (``rules/torch_functions.py``).
+rule of one whose code is the same and listed (``known_code.py``), or one that ``rules`` makes from
+what its code computes or calls.
 """
 
 from __future__ import annotations
@@ -43,6 +41,16 @@ _BY_CODE: ClassTable[PatchRule | str | None] = ClassTable("rule")
 
 # The newest Python whose bytecode the rules know how to read.
 _NEWEST_PYTHON = (3, 14)
+# Function that returns the rule of a class or None -> its module, and the one that must be loaded
+# for it; in the order of precedence.
+_MAKERS = {
+    "attention_rule": ("attention", "transformers.modeling_utils"),
+    "experts_rule": ("experts", "transformers.integrations.moe"),
+    "rule_by_code": ("by_code", "torch"),
+    "attention_call_rule": ("torch_functions", "torch"),
+    "processor_rule": ("attention_processors", "torch"),
+    "loss_call_rule": ("torch_functions", "torch"),
+}
 
 
 def rules() -> dict[type, PatchRule]:
@@ -89,7 +97,8 @@ def _made(cls: type) -> PatchRule | str | None:
     try:
         loaded = "transformers.modeling_utils" in sys.modules
         rule = _of_known_code(cls) if loaded else None
-        return rule or _of_own_code(cls) or _unknown_code(cls)
+        reasons = (known_code.unknown_code(cls, section) for section in _SECTIONS)
+        return rule or _of_own_code(cls) or next(filter(None, reasons), None)
     except Exception as error:  # a class may do anything where it is looked at
         reason = f"its code could not be read: {type(error).__name__}: {error}"
         _LOG.warning("fusedops.patch: %s is not replaced: %s", name_of(cls), reason)
@@ -123,7 +132,6 @@ def _has_own_code(cls: type) -> bool:
 
 
 def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
-    """Return the rule for what the code of a class computes or calls, or ``None``."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     has_own_call = any("__call__" in vars(base) for base in bases)
     for function, (module, needed) in _MAKERS.items():
@@ -136,18 +144,6 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
     return None
 
 
-# Function that returns the rule of a class or None -> its module, and the one that must be loaded
-# for it; in the order of precedence.
-_MAKERS = {
-    "attention_rule": ("attention", "transformers.modeling_utils"),
-    "experts_rule": ("experts", "transformers.integrations.moe"),
-    "rule_by_code": ("by_code", "torch"),
-    "attention_call_rule": ("torch_functions", "torch"),
-    "processor_rule": ("attention_processors", "torch"),
-    "loss_call_rule": ("torch_functions", "torch"),
-}
-
-
 def _of_known_code(cls: type[nn.Module]) -> PatchRule | None:
     for section in _SECTIONS:
         name = known_code.known_as(cls, section)
@@ -157,8 +153,3 @@ def _of_known_code(cls: type[nn.Module]) -> PatchRule | None:
             rule.copy_of = None if cls.__name__ == name else name
             return rule
     return None
-
-
-def _unknown_code(cls: type[nn.Module]) -> str | None:
-    reasons = (known_code.unknown_code(cls, section) for section in _SECTIONS)
-    return next((reason for reason in reasons if reason is not None), None)

@@ -56,8 +56,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
             ``[Sq, batch, heads * D]``, or ``[tokens, heads * D]``.
 
         Raises:
-            UnsupportedError: there is a bias, or padding between packed sequences that are not
-                causal.
+            UnsupportedError: a bias, or padding between packed sequences that are not causal.
         """
         if attention_bias is not None:
             raise UnsupportedError("megatron: attention_bias has no place in DotProductAttention")
@@ -128,24 +127,21 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         params: Any,
         dropout_p: float,
     ) -> torch.Tensor:
-        ends = []
+        ends, longest = [], []
         for side in ("q", "kv"):
-            ends.append(getattr(params, f"cu_seqlens_{side}"))
+            cu_seqlens = getattr(params, f"cu_seqlens_{side}")
             padded = getattr(params, f"cu_seqlens_{side}_padded")
-            if padded is not None and padded is not ends[-1]:
+            if padded is not None and padded is not cu_seqlens:
                 # Padding after a sequence comes after all that its queries may see.
                 if kind not in _CAUSAL:
                     raise UnsupportedError(
                         f"megatron: padding between packed sequences (cu_seqlens_{side}_padded) "
                         f"needs a causal mask type, got {kind}"
                     )
-                ends[-1] = padded
-        longest = [
-            int(cu_seqlens.diff().max()) if most is None else int(most)
-            for cu_seqlens, most in zip(
-                ends, (params.max_seqlen_q, params.max_seqlen_kv), strict=True
-            )
-        ]
+                cu_seqlens = padded
+            most = getattr(params, f"max_seqlen_{side}")
+            ends.append(cu_seqlens)
+            longest.append(int(cu_seqlens.diff().max()) if most is None else int(most))
         output = attention_varlen(
             query,
             key,

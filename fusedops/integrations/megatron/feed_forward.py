@@ -104,25 +104,21 @@ class MLP(megatron_mlp.MLP):
         if op == "mlp" and per_token_scale is None:
             weights = (first.weight, first.bias, second.weight, None)
             return mlp(hidden_states, *weights, activation=name), second.bias
-        hidden = self._hidden(hidden_states, op, name)
+        if op == "linear_glu":
+            hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
+        elif op in ("mlp", "linear_act"):
+            hidden = linear_act(hidden_states, first.weight, first.bias, activation=name)
+        elif op == "bias_gelu":
+            hidden = bias_gelu(*first(hidden_states), GELUS[name])
+        else:
+            hidden, bias = first(hidden_states)
+            gate, up = (hidden if bias is None else hidden + bias).chunk(2, dim=-1)
+            hidden = gated_product(gate, up, name)
         if per_token_scale is None:
             return second(hidden)
         scale = per_token_scale.unsqueeze(-1)
         output, bias = second((hidden * scale).to(hidden.dtype))
         return output if bias is None else output + bias * scale, None
-
-    def _hidden(self, hidden_states: torch.Tensor, op: str, name: str) -> torch.Tensor:
-        """Return what the second linear layer is applied to."""
-        first = self.linear_fc1
-        if op == "linear_glu":
-            return linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
-        if op in ("mlp", "linear_act"):
-            return linear_act(hidden_states, first.weight, first.bias, activation=name)
-        hidden, bias = first(hidden_states)
-        if op == "bias_gelu":
-            return bias_gelu(hidden, bias, GELUS[name])
-        gate, up = (hidden if bias is None else hidden + bias).chunk(2, dim=-1)
-        return gated_product(gate, up, name)
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):

@@ -1,7 +1,6 @@
 """Which activation a module or a function of torch computes, by the names of ``linear_act``.
 
-A module's activation is known by its class, never by a name in a configuration. ``torch_modules``
-and ``transformers_modules`` enter the classes that they know.
+``torch_modules`` and ``transformers_modules`` enter the classes that they know.
 """
 
 from __future__ import annotations

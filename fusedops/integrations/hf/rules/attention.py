@@ -1,7 +1,6 @@
 """The attention of transformers' families, through ``AttentionInterface``.
 
-An attention module asks the registry for the function of its configured implementation: ours is
-``"fusedops"``. The patched class has the same code, for which the registry's global name stands for
+A patched class has the same code, for which the registry's global name stands for
 ``FusedInterface``: it answers with a fused function where the implementation is transformers' own,
 and with what the registry holds otherwise. Each fused function reads the masks that the model makes
 for the implementation in whose place it is.

@@ -1,10 +1,9 @@
 """Attention of modules that hand their work to a processor, as those of diffusers do.
 
-Their ``forward`` calls ``self.processor(self, ...)``, and it is the processor's ``__call__`` that
-calls ``F.scaled_dot_product_attention``, or diffusers' ``dispatch_attention_fn``. A processor may
-be shared with modules that are not patched, so it stays the object that it is. The patched class
-has the same ``forward`` with another name for the attribute: ``fused_processor`` is a property that
-puts the processor behind an object whose ``__call__`` has the same code with the fused attention.
+The ``__call__`` of ``self.processor`` calls ``F.scaled_dot_product_attention``, or diffusers'
+``dispatch_attention_fn``. Other modules may share it, so it stays the object that it is. The
+patched class has the same ``forward`` with another name for the attribute, ``fused_processor``: the
+processor behind an object whose ``__call__`` has the same code with the fused attention.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ from fusedops.integrations.hf.rules.torch_functions import ATTENTION, attention_
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
 _DISPATCH, _REGISTRY = "dispatch_attention_fn", "_AttentionBackendRegistry"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
+_NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
+# Class of processors -> its ``__call__``, and the same code with the fused attention or ``None``.
+_CALLS: ClassTable[tuple[Any, FunctionType | None]] = ClassTable("processor")
 
 
 def processor_rule(original: type[nn.Module]) -> PatchRule | None:
@@ -64,9 +66,6 @@ def _reads_own_processor(forward: FunctionType) -> bool:
     return known and owners == {first}
 
 
-_NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
-
-
 def _plan(module: Any) -> FusionPlan | Refusal:
     processor = getattr(module, _ATTRIBUTE, None)
     if not callable(processor):
@@ -92,17 +91,11 @@ class _FusedProcessor:
 
 
 class _Caller(nn.Module):
-    """What all patched classes of this kind are derived from."""
-
     @property
     def fused_processor(self) -> Any:
         processor = self.processor
         fused = _fused_call(type(processor))
         return processor if fused is None else _FusedProcessor(processor, fused)
-
-
-# Class of processors -> its ``__call__``, and the same code with the fused attention or ``None``.
-_CALLS: ClassTable[tuple[Any, FunctionType | None]] = ClassTable("processor")
 
 
 def _fused_call(cls: type) -> FunctionType | None:

@@ -1,8 +1,4 @@
-"""Rules for classes that no table knows, from what the code of their forward computes.
-
-Norms, feed-forward layers and chains of children are recognised under any name, in any library
-(``symbolic.py`` runs the code, ``recognition.py`` names it).
-"""
+"""Rules for classes that no table knows, from what the code of their forward computes."""
 
 from __future__ import annotations
 
@@ -30,17 +26,12 @@ def rule_by_code(original: type[nn.Module]) -> PatchRule | None:
     if norms and len(inspect.signature(original.forward).parameters) == 2:
         return norm_rule(original, norms)
     if issubclass(original, nn.Linear):
-        _remember_linear(original, paths)
+        layer = recognition.linear_layer_of(paths)
+        if layer is not None:  # part of the ops of other rules
+            remember(original)
+            LINEARS[original] = layer
         return None
     return _feed_forward_rule(original, paths) or _chunk_rule(original)
-
-
-def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None:
-    """Let the rules do the work of a class that is a linear layer by its code."""
-    layer = recognition.linear_layer_of(paths)
-    if layer is not None:
-        remember(original)
-        LINEARS[original] = layer
 
 
 def _feed_forward_rule(original: type[nn.Module], paths: tuple[Path, ...]) -> PatchRule | None:

@@ -208,20 +208,13 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     ops = ["linear_act" if fusion.second is None else "mlp" for fusion in fusions]
     note = None
     if "linear_act" in ops:
-        fusion = fusions[ops.index("linear_act")]
-        note = _second_obstacle(children, steps[steps.index(fusion.steps[0]) + 2 :])
+        first = fusions[ops.index("linear_act")].steps[0]
+        behind = [step for step in steps[steps.index(first) + 2 :] if isinstance(step, str)]
+        linears = [name for name in behind if is_linear(children[name])]
+        reasons = filter(None, (product_obstacle(name, children[name]) for name in linears))
+        note = next((f"linear_act alone: {reason}" for reason in reasons), None)
     absorbed = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
     return FusionPlan(tuple(dict.fromkeys(ops)), tuple(absorbed), note)
-
-
-def _second_obstacle(children: dict[str, Any], steps: tuple[Step, ...]) -> str | None:
-    """Return why the linear layer behind a fused pair is called on its own, or ``None``."""
-    for step in steps:
-        if isinstance(step, str) and is_linear(children[step]):
-            reason = product_obstacle(step, children[step])
-            if reason is not None:
-                return f"linear_act alone: {reason}"
-    return None
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

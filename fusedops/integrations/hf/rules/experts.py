@@ -1,13 +1,10 @@
 """The experts of transformers' families, through ``ExpertsInterface`` and by rule.
 
-An experts module is decorated by ``use_experts_implementation``, which tells how its weights lie
-and whether a norm ends each expert, and calls the function that is registered under the name in its
-configuration. ``experts_forward`` is registered as ``"fusedops"``. A patched module calls it for
-each known implementation, since these compute the same; the loop of a class itself, ``eager``, is
-known by its code alone.
-
-Where the gate is a known formula the complete layer is ``moe_mlp``, else the two products are
-``grouped_mm`` and the module's own ``_apply_gate`` stands between them; its own norm follows them.
+An experts module calls the function that is registered under the name in its configuration. A
+patched one calls ``experts_forward`` for each known implementation, since these compute the same;
+the loop of a class itself, ``eager``, is known by its code alone. Where the gate is a known formula
+the complete layer is ``moe_mlp``, else the two products are ``grouped_mm`` and the module's own
+``_apply_gate`` stands between them; its own norm follows them.
 """
 
 from __future__ import annotations
@@ -82,8 +79,7 @@ def experts_forward(
 
     Returns:
         ``[tokens, hidden_size]``, the weighted sum of each token's experts, in the dtype of
-        ``hidden_states``. Weights that no op can read (quantised ones), other devices, transforms
-        that no op serves and further arguments go to transformers' ``grouped_mm``.
+        ``hidden_states``. What no op serves goes to transformers' ``grouped_mm``.
     """
     if (
         kwargs
@@ -140,36 +136,30 @@ def _ends_in_a_norm(module: Any) -> bool:
     return getattr(module, "has_post_expert_norm", False)
 
 
-def known_gate(module: Any) -> Gate | None:
-    """Return the formula between the products, ``None`` where the module's own must be called."""
-    if _ends_in_a_norm(module):
-        return None
-    if module.has_gate and _gate_function(module) is not moe._default_apply_gate:
-        return _clamped_gate(module)
-    activation, reason = activation_in(module, "act_fn")
-    if activation is None or reason is not None or global_hooks() is not None:
-        return None
-    return Gate(activation, gated=bool(module.has_gate))
-
-
-def _gate_function(module: Any) -> Any:
-    # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
-    own = module.__dict__.get("_apply_gate")
-    return type(module)._apply_gate if own is None else own
-
-
 # Class of experts -> its own gate, and what that is by its code.
 _OWN_GATES: ClassTable[tuple[Any, ClampedGate | None]] = ClassTable("gate")
 
 
-def _clamped_gate(module: Any) -> Gate | None:
-    """Return the gate of GPT-OSS, if it is that one with the numbers of ``moe_mlp``."""
-    function, gate = _OWN_GATES.get(type(module)) or _read_gate(type(module))
-    if gate is None or _gate_function(module) is not function:
+def known_gate(module: Any) -> Gate | None:
+    """Return the formula between the products, ``None`` where the module's own must be called."""
+    if _ends_in_a_norm(module):
         return None
-    if (at(module, gate.slope), at(module, gate.limit)) != (FAST_GELU_SLOPE, LIMIT):
+    if module.has_gate:
+        # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
+        own = module.__dict__.get("_apply_gate")
+        function = type(module)._apply_gate if own is None else own
+        if function is not moe._default_apply_gate:
+            known, gate = _OWN_GATES.get(type(module)) or _read_gate(type(module))
+            if gate is None or function is not known:
+                return None
+            numbers = at(module, gate.slope), at(module, gate.limit)
+            if numbers != (FAST_GELU_SLOPE, LIMIT):  # those of ``moe_mlp``
+                return None
+            return Gate(SWIGLU_OAI, interleaved=gate.interleaved)
+    activation, reason = activation_in(module, "act_fn")
+    if activation is None or reason is not None or global_hooks() is not None:
         return None
-    return Gate(SWIGLU_OAI, interleaved=gate.interleaved)
+    return Gate(activation, gated=bool(module.has_gate))
 
 
 @torch.compiler.disable

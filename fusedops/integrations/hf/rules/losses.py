@@ -23,7 +23,7 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
 )
 from fusedops.integrations.hf.report import ModuleReport
-from fusedops.integrations.hf.rules.probes import resolution
+from fusedops.integrations.hf.rules.rule import resolution
 from fusedops.integrations.hf.rules.torch_functions import served
 from fusedops.ops.cross_entropy import cross_entropy
 
@@ -43,14 +43,8 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """Return the loss of the next tokens, as transformers' ``ForCausalLMLoss``.
 
-    Args:
-        logits: ``[..., seq_len, vocab_size]``.
-        labels: ``[..., seq_len]``, not shifted; ignored if ``shift_labels`` are given.
-        vocab_size: number of classes.
-        num_items_in_batch: divisor of the sum, for the mean over several batches.
-        ignore_index: label of what does not count.
-        shift_labels: labels that are shifted already.
-        **kwargs: ignored.
+    ``labels`` are not shifted, and ignored if ``shift_labels`` are given. ``num_items_in_batch`` is
+    the divisor of the sum, for the mean over several batches.
     """
     targets: Any = labels if shift_labels is None else shift_labels
     if not served(logits, targets) or _replaced(_LOSSES[0]) or context_obstacle():
@@ -70,10 +64,7 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``.
-
-    Its arguments are those of ``causal_lm_loss``; ``labels`` ``[...]`` are not shifted.
-    """
+    """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``."""
     if not served(logits, labels) or _replaced(_LOSSES[1]) or context_obstacle():
         return loss_utils.LOSS_MAPPING["ForMaskedLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs

@@ -1,8 +1,4 @@
-"""Norms that are known by their code.
-
-A class may compute one norm or another, as its attributes say (``symbolic.py``): each call asks
-which.
-"""
+"""Norms that are known by their code; each call asks which one a class with several computes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ def _without_cast(expression: Expression) -> tuple[bool, Expression]:
 
 
 def _functional(expression: Expression) -> NormExpression | None:
-    """Return the norm of a call of ``F.layer_norm`` or ``F.rms_norm``."""
     match expression:
         case ("layer_norm" | "rms_norm" as op, source, *options) if source in (INPUT, _WIDE):
             given: dict[str, Any] = dict(options)

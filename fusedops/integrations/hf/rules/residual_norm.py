@@ -32,6 +32,7 @@ remember(nn.Dropout)
 
 # Arguments that a release renamed: it still takes the former name, which its decorator replaces.
 _RENAMED = (("past_key_values", "cache"),)  # 5.24
+Names = tuple[str, ...]
 
 
 def add_norm(
@@ -45,9 +46,6 @@ def add_norm(
 def probability(dropout: Any) -> float:
     """Return the probability with which an ``nn.Dropout`` drops now."""
     return dropout.p if dropout.training else 0.0
-
-
-Names = tuple[str, ...]
 
 
 def layer_rule(

@@ -1,8 +1,7 @@
 """Rotary embedding in attention modules, whose families each have their ``apply_rotary_pos_emb``.
 
-It is a function of the family's file that the attention's ``forward`` calls by its global name. The
-patched class has the same code, for which the name stands for the fused op. The file's function
-runs where its code has been changed.
+The patched class has the same code, for which this global name stands for the fused op. The file's
+function runs where its code has been changed.
 """
 
 from __future__ import annotations

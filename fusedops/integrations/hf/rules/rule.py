@@ -1,13 +1,10 @@
 """What a replacement rule is, and when a fused module steps aside.
 
 A rule gives an instance another class: a subclass of its own class with a fused ``forward``, under
-the same name, because transformers and accelerate compare class names (``_no_split_modules``).
-
-What the original's code reads is watched (``original_code.py``). A call runs the original forward
-where anything on the list was replaced, where an argument is one that the fused forward does not
-know, and where a tensor is of a class that the ops do not know. A fused forward also does the work
-of children without calling them. A hook, an adapter, a quantised class or a parametrization of such
-a child would be lost: ``bypass_obstacle`` is asked each time.
+the same name, because transformers and accelerate compare class names (``_no_split_modules``). What
+the original's code reads is watched (``original_code.py``). A fused forward also does the work of
+children without calling them. A hook, an adapter, a quantised class or a parametrization of such a
+child would be lost: ``bypass_obstacle`` is asked each time.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from fusedops._core import backends
 from fusedops.integrations.hf import patched as patched_modules
 from fusedops.integrations.hf.original_code import (
     KNOWN,
@@ -35,6 +33,8 @@ from fusedops.integrations.hf.original_code import (
 from fusedops.integrations.hf.partitioned_weights import only_gather
 
 LEVELS = ("O0", "O1", "O2", "O3")
+# Where classes come from that may do something for each class that is derived from them.
+_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
 
 
 class FusionPlan(NamedTuple):
@@ -176,10 +176,6 @@ def rule_of(module: nn.Module) -> PatchRule | None:
     return getattr(type(module), "fused_rule", None)
 
 
-# Where classes come from that may do something for each class that is derived from them.
-_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
-
-
 def registering_bases(cls: type) -> list[type]:
     """Return the bases of users that do something for each class that is derived from them."""
     bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
@@ -254,3 +250,29 @@ def runs_here(input: torch.Tensor) -> bool:
         and not input.is_nested
         and input.layout is torch.strided
     )
+
+
+def empty_like_parameters(module: nn.Module) -> torch.Tensor:
+    """Return an empty tensor of the dtype and on the device of a module's parameters.
+
+    A plain one, whatever they are: a quantised weight cannot make others like itself. A layer
+    whose weights are packed in integers has none; what it computes is float32.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(0)
+
+
+def resolution(op: str, module: nn.Module) -> str:
+    """Return which backend would run an op for this module, and why."""
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return "known when the parameters are on a device"
+    # Dtype and device decide, and sizes that are small here.
+    arguments = getattr(torch.ops.fusedops, op).default._schema.arguments
+    tensor = empty_like_parameters(module).new_zeros(1, 1, 1, 8)
+    try:
+        return str(backends.resolve(op, *[tensor] * len(arguments)))
+    except Exception as error:  # the module's forward would say so: a report never does
+        return f"not known: {error}"

@@ -1,9 +1,8 @@
 """Modules whose own code calls torch's attention or cross-entropy.
 
-Replacing the functions in torch would change every model of the process. Instead the methods of the
-patched class that call them have the same code, for which ``F``, ``nn`` and ``torch`` are modules
-that differ from torch's in these functions: ``F.scaled_dot_product_attention`` and what calls it,
-or the cross-entropy with which BART, T5, BERT and most home-made models end.
+The methods of the patched class that call them have the same code, for which ``F``, ``nn`` and
+``torch`` are modules that differ from torch's in ``F.scaled_dot_product_attention`` and what calls
+it, or in the cross-entropy with which BART, T5, BERT and most home-made models end.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
 
 _torchs_loss = F.cross_entropy
 _SERVED = {"ignore_index", "reduction", "label_smoothing"}
-_UNSERVED = {"weight", "size_average", "reduce"}  # unless they are None
-_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+UNSERVED = {"weight", "size_average", "reduce"}  # unless they are None
+LOSS_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _LOSS_NOTE = "the cross-entropy in its own code: no softmax of the logits in memory"
 
 
@@ -142,7 +141,7 @@ def served(logits: Any, labels: Any) -> bool:
 @functools.wraps(_torchs_loss)
 def _cross_entropy(input: Any, target: Any, *args: Any, **options: Any) -> Any:
     given = {
-        name: value for name, value in options.items() if value is not None or name not in _UNSERVED
+        name: value for name, value in options.items() if value is not None or name not in UNSERVED
     }
     known = not args and given.keys() <= _SERVED and served(input, target)
     if known and input.dim() == 2 and target.dim() == 1:
@@ -154,7 +153,9 @@ def _criterion(*args: Any, **options: Any) -> Callable[..., Any]:
     """Return what ``nn.CrossEntropyLoss`` of these arguments computes, or the module for hooks."""
     if global_hooks():
         return nn.CrossEntropyLoss(*args, **options)
-    return functools.partial(_cross_entropy, **dict(zip(_OPTIONS, args, strict=False)), **options)
+    return functools.partial(
+        _cross_entropy, **dict(zip(LOSS_OPTIONS, args, strict=False)), **options
+    )
 
 
 _fused_loss_in_torch = original_code.in_torch(

@@ -1,7 +1,6 @@
 """Rules for torch's own modules, by exact type.
 
-A linear layer on its own is only worth replacing where the own product is faster than torch's:
-``own_product`` says where. With an activation behind it (``sequential.py``), it always is.
+A linear layer alone is only replaced where ``own_product`` says that this is faster than torch's.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
     Refusal,
     always,
     bypass_obstacle,
+    empty_like_parameters,
     runs_here,
 )
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.runtime.architecture import is_by_intel
+
+AS_FAST = "torch's own product is as fast here"
 
 
 def own_product(input: torch.Tensor) -> bool:
@@ -179,9 +180,6 @@ def weight_of(linear: Any) -> torch.Tensor:
     """Return the weight of a linear layer as ``[out, in]``."""
     weight: torch.Tensor = linear.weight
     return weight.t() if LINEARS[type(linear)].is_transposed else weight
-
-
-AS_FAST = "torch's own product is as fast here"
 
 
 def product_plan(module: nn.Module) -> FusionPlan:

@@ -1,8 +1,7 @@
 """Rules for the modules that transformers' families share: ``Conv1D`` and the activations.
 
-The names mislead: transformers' ``gelu`` is the erf form, ``gelu_new``, ``gelu_fast``,
-``gelu_accurate`` and ``gelu_pytorch_tanh`` are the tanh form, ``quick_gelu`` is FastGelu. An
-activation is known by its class here, never by its name in a configuration.
+An activation is known by its class, because the names mislead: transformers' ``gelu`` is the erf
+form, ``gelu_new``, ``gelu_fast``, ``gelu_accurate`` and ``gelu_pytorch_tanh`` are the tanh form.
 """
 
 from __future__ import annotations
