@@ -40,9 +40,9 @@ def add_norm_match(reader: GraphReader, root: fx.Node) -> Match | None:
             return None
     total, *terms = map(value_of, (source, first, second))
     for value in terms:
-        if value is None or total is None or value.dtype != total.dtype:
+        if value is None or total is None:
             return None
-        if value.shape != total.shape:
+        if value.dtype != total.dtype or value.shape != total.shape:
             return None
     function = add_layer_norm if match.rewrite == "layer_norm" else add_rms_norm
     arguments, roots = (first, second, *rest), (root, source)
@@ -84,12 +84,9 @@ def _function_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 
 def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:
-    match reader.expression(root):
-        case ("mul" | "div" | "cast", *_):
-            pass
-        case _:
-            return None
-    for source in _possible_inputs(reader, root):
+    content = reader.expression(root)
+    may_end = isinstance(content, tuple) and content[0] in ("mul", "div", "cast")
+    for source in _possible_inputs(reader, root) if may_end else []:
         input = value_of(source)
         if input is None or input.dim() == 0 or not input.is_floating_point():
             continue

@@ -28,10 +28,7 @@ from fusedops.runtime import generators
 class ExampleStep:
     """A step of a model: forward, and backward where the model is in training.
 
-    Args:
-        model: patched or not; its state may change between the runs.
-        example: its inputs, as for ``patch``.
-        caller: name of the function whose argument ``example`` is.
+    ``example`` is that of ``patch``, ``caller`` the function that got it.
 
     Raises:
         TypeError: ``example`` is of another type.
@@ -39,7 +36,7 @@ class ExampleStep:
     """
 
     def __init__(self, model: nn.Module, example: Any, caller: str) -> None:
-        self._args, self._kwargs = _arguments(example, caller)
+        self._inputs = _arguments(example, caller)
         self._caller = caller
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self.model = model
@@ -57,10 +54,6 @@ class ExampleStep:
                     f"{caller}: example would run the post-accumulate-grad hook of {name}, which "
                     "may be an optimizer's step: register such hooks after this call"
                 )
-
-    @property
-    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._args, self._kwargs
 
     def run(
         self, during: contextlib.AbstractContextManager[Any] | None = None

@@ -169,9 +169,9 @@ def _has_expression(function: FunctionType, is_method: bool) -> bool:
                 continue
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
-                answered = value is isinstance or _is_refused(value)
-                known = value is function or _is_known(value)
-                if not known and not (is_method and answered):
+                # The run of a method answers for these.
+                answered = is_method and (value is isinstance or _is_refused(value))
+                if value is not function and not answered and not _is_known(value):
                     return False
             elif step.opname != "LOAD_CONST" and name in _FORBIDDEN_NAMES:
                 return False
@@ -386,7 +386,9 @@ class _Symbol(_Value):
             raise NoExpressionError
         return self._run.answer(Question("", "one dtype"))
 
-    __ne__ = __eq__  # either answer is right
+    def __ne__(self, other: Any) -> Any:
+        return not self == other
+
     __hash__ = None
 
     def _parts(self) -> list[_Symbol]:

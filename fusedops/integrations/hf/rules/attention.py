@@ -64,19 +64,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the fused op, from the arguments of transformers' ``sdpa``.
 
-    Args:
-        module: the attention module; its ``is_causal`` counts where the argument is absent.
-        query: ``[B, H, Sq, D]``.
-        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
-        value: ``[B, Hkv, Sk, Dv]``.
-        attention_mask: boolean or additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
-        dropout: probability.
-        scaling: factor of the scores.
-        is_causal: whether query ``i`` may see keys up to ``i`` only, where there is no mask.
-        position_bias: added to the scores (T5).
-        softcap: bound of the scores (Gemma 2).
-        s_aux: ``[H]``, the sinks (GPT-OSS).
-        **kwargs: what other implementations take; as ``sdpa``, this one has the mask instead.
+    Query, key and value are ``[B, H, S, D]``; those two may have fewer heads, shared in groups. The
+    mask is boolean or additive. Without one, ``is_causal`` or the module's attribute of that name
+    says whether query ``i`` may see keys up to ``i`` only. ``position_bias`` (T5) is added to the
+    scores, ``softcap`` (Gemma 2) is their bound, and ``s_aux`` are the sinks (GPT-OSS), ``[H]``.
+    Further keywords are for other implementations.
 
     Returns:
         ``[B, Sq, H, Dv]``, and ``None`` for the weights.

@@ -4,4 +4,4 @@ from transformers.models.bloom import modeling_bloom
 
 from fusedops.integrations.hf.rules.transformers_modules import gelu_rule
 
-RULES = (gelu_rule(modeling_bloom.BloomGelu, "tanh", "gelu_tanh"),)
+RULES = (gelu_rule(modeling_bloom.BloomGelu, "gelu_tanh"),)

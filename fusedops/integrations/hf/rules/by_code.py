@@ -15,7 +15,6 @@ from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.integrations.hf.rules.norms import norm_rule
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.rules.torch_modules import LINEARS
-from fusedops.integrations.hf.symbolic import Path
 
 
 def rule_by_code(original: type[nn.Module]) -> PatchRule | None:
@@ -31,18 +30,13 @@ def rule_by_code(original: type[nn.Module]) -> PatchRule | None:
             remember(original)
             LINEARS[original] = layer
         return None
-    return _feed_forward_rule(original, paths) or _chunk_rule(original)
-
-
-def _feed_forward_rule(original: type[nn.Module], paths: tuple[Path, ...]) -> PatchRule | None:
-    """Return the rule for a class that computes one feed-forward layer on some paths."""
     known = [(path, steps) for path in paths if (steps := recognition.steps_of(path.result))]
-    layers = {steps for _, steps in known}
-    if len(layers) != 1:
-        return None
+    if len({steps for _, steps in known}) != 1:
+        return _chunk_rule(original)
+    # The other paths are the original's.
     return chain_rule(
         original,
-        layers.pop(),
+        known[0][1],
         condition=lambda module: any(path.holds(module) for path, _ in known),
     )
 

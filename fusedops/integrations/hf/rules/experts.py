@@ -69,17 +69,10 @@ def experts_forward(
 ) -> torch.Tensor:
     """Compute what transformers' own experts functions do, with the fused ops.
 
-    Args:
-        module: an experts module.
-        hidden_states: ``[tokens, hidden_size]``.
-        top_k_index: ``[tokens, k]``; an index of ``module.num_experts`` means an expert of another
-            process, whose share is left out.
-        top_k_weights: ``[tokens, k]``.
-        **kwargs: what a later transformers may add.
-
-    Returns:
-        ``[tokens, hidden_size]``, the weighted sum of each token's experts, in the dtype of
-        ``hidden_states``. What no op serves goes to transformers' ``grouped_mm``.
+    An index ``module.num_experts`` in ``top_k_index`` ``[tokens, k]`` means an expert of another
+    process, whose share is left out. The result ``[tokens, hidden_size]`` has the dtype of
+    ``hidden_states``. What no op serves goes to transformers' ``grouped_mm``, as does a call with
+    arguments of a later transformers.
     """
     if (
         kwargs

@@ -118,16 +118,13 @@ def _normalised(expression: Expression) -> NormExpression | None:
     for factor, row in factors(expression):
         match factor:
             case ("rsqrt", ("add", ("mean", ("square", squared)), eps)) if _is_number(eps):
-                pass
-            case _:
-                continue
-        for source in (_WIDE, INPUT):
-            wide = source == _WIDE
-            if squared == source and row in (source, INPUT):
-                return NormExpression("rms_norm", eps=eps, wide=wide)
-            centred = ("sub", source, ("mean", source))
-            if squared == centred and row == centred:
-                return NormExpression("layer_norm", eps=eps, wide=wide)
+                for source in (_WIDE, INPUT):
+                    wide = source == _WIDE
+                    if squared == source and row in (source, INPUT):
+                        return NormExpression("rms_norm", eps=eps, wide=wide)
+                    centred = ("sub", source, ("mean", source))
+                    if squared == centred and row == centred:
+                        return NormExpression("layer_norm", eps=eps, wide=wide)
     return None
 
 

@@ -100,6 +100,11 @@ class PatchRule:
             reason = "its forward is overridden on the instance"
         return self.plan(module) if reason is None else Refusal(reason)
 
+    def bypass_reason(self, module: nn.Module) -> str | None:
+        """Return why a patched instance runs its original forward now, or ``None``."""
+        plan = self.current_plan(module)
+        return plan.reason if isinstance(plan, Refusal) else context_obstacle()
+
     def runs_inside(self, forward: Any) -> bool:
         """Return whether ``forward``, of an instance, is a wrapper of the patched class's."""
         layer = getattr(forward, "__func__", forward)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import known_code
-from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule
 from fusedops.integrations.hf.rules.rule import PatchRule, Refusal, runs_here, subclass
@@ -28,8 +27,7 @@ class _Layer(nn.Module):
 
     def _ff_block(self: Any, x: torch.Tensor) -> torch.Tensor:
         rule: Any = self.fused_rule
-        refused = isinstance(rule.current_plan(self), Refusal) or context_obstacle() is not None
-        if refused or not runs_here(x):
+        if not runs_here(x) or rule.bypass_reason(self) is not None:
             output: torch.Tensor = rule.original._ff_block(self, x)
             return output
         return chain.run(self, self.steps, x)
