@@ -7,7 +7,6 @@ module's own hooks do, in the backward as well. So these hooks may be bypassed, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,11 +35,7 @@ def only_gather(module: Any) -> bool:
     """Return whether all hooks on ``module`` are those by which ZeRO-3 gathers its parameters."""
     if not gathers_on_access(module):
         return False
-    hooks: tuple[Iterable[Any], ...] = (
-        module._forward_hooks.values(),
-        module._forward_pre_hooks.values(),
-        module._backward_hooks.values(),
-        module._backward_pre_hooks.values(),
-    )
-    homes = (str(getattr(hook, "__module__", None)) for table in hooks for hook in table)
-    return all(home.startswith(_HOOKS) for home in homes)
+    forward = (module._forward_hooks, module._forward_pre_hooks)
+    tables = (*forward, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (hook for table in tables for hook in table.values())
+    return all(str(getattr(hook, "__module__", None)).startswith(_HOOKS) for hook in hooks)

@@ -20,7 +20,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import calibration, tables
-from fusedops.integrations.hf.example_step import ExampleStep
+from fusedops.integrations.hf.example_step import ExampleStep, step_time
 from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
@@ -32,7 +32,6 @@ from fusedops.integrations.hf.rules.rule import (
     resolution,
     rule_of,
 )
-from fusedops.integrations.hf.step_time import step_time
 
 
 def patch(

@@ -91,17 +91,17 @@ def activation_in(module: Any, activation: str | Function) -> tuple[str | None, 
         elif isinstance(child, nn.Module):
             reason = bypass_obstacle(activation, child, (type(child),))
         return name, reason
-    if activation.name not in _FORMS:
+    if activation.name not in FORMS:
         return activation.name, None
     parameter = at(module, activation.parameter)
-    name = _FORMS[activation.name].get(parameter)
+    name = FORMS[activation.name].get(parameter)
     if name is None:
         return None, f"{activation.name} with {parameter!r} is no activation of linear_act"
     return name, None
 
 
 # Function -> its parameter -> the name of the activation.
-_FORMS: dict[str, dict[Any, str]] = {
+FORMS: dict[str, dict[Any, str]] = {
     "gelu": {"none": "gelu", "tanh": "gelu_tanh"},
     "swish": {1.0: "silu", FAST_GELU_SLOPE: "fast_gelu"},
 }

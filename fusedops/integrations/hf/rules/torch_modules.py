@@ -150,13 +150,10 @@ LINEARS: ClassTable[LinearLayer] = ClassTable("linear")
 LINEARS[nn.Linear] = LINEARS[Linear] = LinearLayer()
 LINEAR_BASES: list[type[nn.Module]] = [nn.Linear]
 
-
-def _gelu_name(module: Any) -> str | None:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-
-
-activations.KNOWN.update({nn.GELU: _gelu_name, GELU: _gelu_name, nn.SiLU: "silu", nn.ReLU: "relu"})
-for _activation in (nn.SiLU, nn.ReLU):
+for _gelu in (nn.GELU, GELU):
+    activations.KNOWN[_gelu] = lambda module: activations.FORMS["gelu"].get(module.approximate)
+for _activation, _name in ((nn.SiLU, "silu"), (nn.ReLU, "relu")):
+    activations.KNOWN[_activation] = _name
     remember(_activation)
 activations.FUNCTIONS.update({F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"})
 
