@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -120,41 +121,33 @@ class TimingsCallback(_Callback):
 
     def __init__(self, folder: str = "", every: int = 5) -> None:
         checks.integer("TimingsCallback", "every", every, least=1)
-        self.folder, self.every = folder, every
-        self._timer: ModuleTimer | None = None
+        self.folder, self._timer = folder, ModuleTimer(folder, every=every)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to record."""
-        self._timer = ModuleTimer(self.folder or args.output_dir, every=self.every)
+        self._timer.folder = Path(self.folder or args.output_dir)
         self._timer.start(kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the batch is there."""
-        if self._timer is not None:
-            self._timer.begin_step()
+        self._timer.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that all gradients are there."""
-        if self._timer is not None:
-            self._timer.begin_optimizer()
+        self._timer.begin_optimizer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the optimizer has stepped."""
-        if self._timer is not None:
-            self._timer.end_step(state.global_step)
+        self._timer.end_step(state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that an evaluation ended."""
-        if self._timer is not None:
-            self._timer.mark("validation")
+        self._timer.mark("validation")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that a checkpoint was written."""
-        if self._timer is not None:
-            self._timer.mark("checkpoint")
+        self._timer.mark("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather the last rows."""
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
+        self._timer.stop()

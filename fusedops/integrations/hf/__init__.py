@@ -1,5 +1,4 @@
 """Patching by rule: ``patch.py`` applies rules, ``rules/rule.py`` says what a rule is.
 
-``tables.py`` finds the rule of a class, ``report.py`` tells what was done. A family's file is
-imported only when the model at hand comes from it.
+``tables.py`` finds the rule of a class, ``report.py`` tells what was done.
 """

@@ -126,10 +126,7 @@ def calibrate(
 ) -> dict[str, CalibrationFinding]:
     """Take the patched class from the modules of ``model`` whose stock forward is faster here.
 
-    Args:
-        model: patched; its state may change.
-        recorder: of the inputs of its modules.
-        known: findings by key that are not measured; they are returned with the others.
+    ``known`` findings, by key, are not measured; they are returned with the others.
     """
     deadline = time.perf_counter() + BUDGET
     findings = dict(known)
@@ -149,7 +146,7 @@ def calibrate(
 
 def _to_decide(model: nn.Module, decided: set[nn.Module]) -> list[nn.Module]:
     """Return the patched modules that do work of their own now and are not decided yet."""
-    inside = decided.union(*(_does_work_of(module) for module in model.modules()))
+    inside = decided.union(*map(_does_work_of, model.modules()))
     rules = {module: rule_of(module) for module in model.modules() if module not in inside}
     return [module for module, rule in rules.items() if rule and type(module) is rule.patched]
 
@@ -283,12 +280,7 @@ def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> Calibrat
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
-    """Return the findings of a file by key; none where it does not exist yet.
-
-    Raises:
-        ValueError: it is no file of this kind and schema.
-        OSError: it cannot be read, or its folder does not exist.
-    """
+    """Return the findings of a file by key; none where it does not exist yet."""
     if not Path(path).parent.is_dir():
         raise FileNotFoundError(
             f"patch: calibrate must name a file in a folder that exists, got {os.fspath(path)}"
@@ -313,11 +305,7 @@ def _finding(entry: Mapping[str, Any]) -> CalibrationFinding:
 
 
 def write(path: str | os.PathLike[str], findings: Mapping[str, CalibrationFinding]) -> None:
-    """Write what was measured, all or nothing.
-
-    Raises:
-        OSError: it cannot be written; the file is then as it was.
-    """
+    """Write what was measured, all or nothing."""
     entries = [
         {"key": key} | {name: value for name, value in asdict(entry).items() if name != "problem"}
         for key, entry in sorted(findings.items())

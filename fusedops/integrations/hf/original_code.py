@@ -45,6 +45,8 @@ _PASSIVE_MODES = (
 # Replacements that compute the same: this one only keeps no reference to a gathered weight.
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
 _DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 class WatchedAttribute(NamedTuple):
@@ -325,10 +327,6 @@ def _read_from_modules(function: Any) -> Iterator[tuple[ModuleType, str]]:
                     yield owner, step.argval
             elif step.opname not in _BETWEEN:
                 value = None
-
-
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
-_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """``patch`` and ``unpatch``: fused ops into a model that exists, and out of it again.
 
-Which rules there are depends on what the process has imported: a model of a family can only exist
-when the family's file is loaded, so that nothing is imported here that the model did not need.
+A model of a family can only exist when the family's file is loaded: nothing else is imported here.
 """
 
 from __future__ import annotations

@@ -136,10 +136,7 @@ _FORBIDDEN_NAMES = {
     *("no_grad", "enable_grad", "inference_mode", "autocast", "finfo", "initial_seed", "data"),
     *(name for name in dir(torch) if name.startswith(("is_", "are_", "get_", "set_", "rand"))),
 }
-
-
-_KNOWN_GLOBALS = (torch, F, nn, math)
-_KNOWN_BUILTINS = (float, int, bool, range, tuple, list)
+_KNOWN_GLOBALS = (torch, F, nn, math, float, int, bool, range, tuple, list)
 
 
 def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
@@ -213,7 +210,7 @@ def _is_known(value: Any) -> bool:
     """Return whether a global may be read by code that runs on symbols."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return True
-    if any(value is other for other in (*_KNOWN_GLOBALS, *_KNOWN_BUILTINS)):
+    if any(value is other for other in _KNOWN_GLOBALS):
         return True
     return (callable(value) and value in NAMES) or _is_runnable(value)
 

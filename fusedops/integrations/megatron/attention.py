@@ -65,16 +65,12 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         if not packed and not runs_here(query):
             return super().forward(query, key, value, attention_mask, attn_mask_type)
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        with self._random_state(dropout_p):
+        # Tensor-parallel ranks draw differently.
+        same = dropout_p == 0.0 or self.config.sequence_parallel
+        with nullcontext() if same else tensor_parallel.get_cuda_rng_tracker().fork():
             if packed:
                 return self._packed(query, key, value, kind, packed_seq_params, dropout_p)
             return self._dense(query, key, value, kind, attention_mask, dropout_p)
-
-    def _random_state(self, dropout_p: float) -> Any:
-        """Return the context in which tensor-parallel ranks draw differently."""
-        if dropout_p == 0.0 or self.config.sequence_parallel:
-            return nullcontext()
-        return tensor_parallel.get_cuda_rng_tracker().fork()
 
     def _options(self, dropout_p: float) -> dict[str, Any]:
         # With apply_query_key_layer_scaling the layer's number divides here and multiplies there.

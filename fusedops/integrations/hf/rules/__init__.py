@@ -1,5 +1,1 @@
-"""What ``patch`` replaces: one module for each kind of module of transformers and torch.
-
-A function ``*_rule(original, ...)`` returns the ``PatchRule`` for the class ``original``, or
-``None`` where there is none for its code.
-"""
+"""What ``patch`` replaces: ``*_rule(original)`` is the ``PatchRule`` of a class, or ``None``."""

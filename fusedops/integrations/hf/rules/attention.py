@@ -92,8 +92,10 @@ def attend(
             position_bias, attention_mask, causal, query, key
         )
         causal = False
-    options = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
-    return _fused(query, key, value, attention_mask, dropout, **options)
+    options: Any = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
+    grouped = bool(query.shape[1] != key.shape[1])
+    output = attention(query, key, value, attention_mask, dropout, enable_gqa=grouped, **options)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _further_arguments(stock: Callable[..., Any], fused: Callable[..., Any]) -> dict[str, Any]:
@@ -117,19 +119,6 @@ def _unknown_keyword(further: Mapping[str, Any], keywords: Mapping[str, Any]) ->
         if name in keywords and keywords[name] is not default:
             return name
     return None
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    grouped = bool(query.shape[1] != key.shape[1])
-    output = attention(query, key, value, mask, dropout_p, enable_gqa=grouped, **options)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def attend_as_sdpa(
@@ -249,9 +238,9 @@ class FusedInterface:
             return output
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = attention_mask.to(query.dtype)
-        dropout_p = dropout if module.training else 0.0
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-        return _fused(query, key, value, attention_mask, dropout_p, **options)
+        dropout = dropout if module.training else 0.0
+        options: Any = {"is_causal": False, "softcap": softcap, "s_aux": s_aux}
+        return attend(module, query, key, value, attention_mask, dropout, scaling, **options)
 
 
 def weights_obstacle(module: Any) -> str | None:

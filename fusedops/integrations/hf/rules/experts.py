@@ -103,7 +103,7 @@ def experts_forward(
     hidden = grouped_mm(moe_permute(rows, plan), w1, plan.offsets, b1)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     output = grouped_mm(hidden.to(w2.dtype), w2, plan.offsets, b2)
-    if _ends_in_a_norm(module):
+    if getattr(module, "has_post_expert_norm", False):
         output = module.post_expert_norm(output)
     return moe_unpermute(output, plan).to(hidden_states.dtype)
 
@@ -124,18 +124,14 @@ _WATCHED = {
 }
 
 
-def _ends_in_a_norm(module: Any) -> bool:
-    # An attribute of transformers 5.23 (Muse Spark); its eager loop applies it before the weights.
-    return getattr(module, "has_post_expert_norm", False)
-
-
 # Class of experts -> its own gate, and what that is by its code.
 _OWN_GATES: ClassTable[tuple[Any, ClampedGate | None]] = ClassTable("gate")
 
 
 def known_gate(module: Any) -> Gate | None:
     """Return the formula between the products, ``None`` where the module's own must be called."""
-    if _ends_in_a_norm(module):
+    # Of transformers 5.23 (Muse Spark), whose eager loop applies it before the weights.
+    if getattr(module, "has_post_expert_norm", False):
         return None
     if module.has_gate:
         # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.

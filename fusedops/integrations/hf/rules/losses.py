@@ -28,8 +28,7 @@ from fusedops.integrations.hf.rules.torch_functions import served
 from fusedops.ops.cross_entropy import cross_entropy
 
 LEVEL = "O2"
-OP = "cross_entropy"
-NOTE = "no float32 copy of the logits, no softmax in memory"
+_NOTE = "no float32 copy of the logits, no softmax in memory"
 
 
 def causal_lm_loss(
@@ -149,8 +148,10 @@ def entry(name: str, owner: Any, level: str) -> ModuleReport:
     cls = known.stock.__name__
     if loss is known.fused:
         reason = _replaced(known) or context_obstacle()
-        note = NOTE if reason is None else f"steps aside now: {reason}"
-        return ModuleReport(name, cls, True, OP, resolution(OP, owner), note)
+        note = _NOTE if reason is None else f"steps aside now: {reason}"
+        return ModuleReport(
+            name, cls, True, "cross_entropy", resolution("cross_entropy", owner), note
+        )
     reason = _refusal(known)
     later = "not patched" if level == "-" else f"from level {LEVEL} on"
     return ModuleReport(name, cls, False, reason=reason or later, failed=reason is not None)
