@@ -81,7 +81,8 @@ class _FusedProcessor:
 
     def __init__(self, processor: Any, fused: Any) -> None:
         self._processor, self._fused = processor, fused
-        vars(self)["__call__"] = processor.__call__  # of which callers read the signature
+        # Callers read its signature.
+        self.__call__ = processor.__call__  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fused(self._processor, *args, **kwargs)

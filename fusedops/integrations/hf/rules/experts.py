@@ -178,10 +178,8 @@ def _plan(module: Any, *, loop_is_known: bool) -> FusionPlan | Refusal:
         return Refusal("its own loop is configured: experts_implementation='eager'")
     if configured not in _KNOWN:
         return Refusal(f"its experts are configured as {configured!r}")
-    function, count = (
-        moe.ALL_EXPERTS_FUNCTIONS.get(configured),
-        unsharded_shape(module.down_proj)[0],
-    )
+    function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
+    count = unsharded_shape(module.down_proj)[0]
     if function is not _KNOWN[configured]:
         return Refusal(f"the experts function {configured!r} was replaced by {name_of(function)}")
     if module.num_experts != count:
