@@ -44,6 +44,7 @@ _PASSIVE_MODES = (
 
 # Replacements that compute the same: this one only keeps no reference to a gathered weight.
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
+_NUMBERS = (bool, int, float, str)
 _DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 _BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
@@ -131,7 +132,7 @@ def replaced(watched: WatchList) -> str | None:
         if not (value != known if name in _DEFAULTS else value is not known):
             continue
         where = f"{_owner_name(owner)}.{name}"
-        if isinstance(value, bool | int | float | str) or name in _DEFAULTS:
+        if isinstance(value, _NUMBERS) or name in _DEFAULTS:
             if type(value) is not type(known) or value != known:
                 return f"{where} was {known!r} when its rule was made"
         elif name_of(value) not in _EQUIVALENT:
