@@ -1,8 +1,6 @@
 """Hugging Face's accelerate: ``prepare`` with the models patched before they are wrapped.
 
-    model, optimizer = prepare(accelerator, model, optimizer)   # accelerator.prepare(...)
-
-Importing this module imports accelerate.
+model, optimizer = prepare(accelerator, model, optimizer)   # accelerator.prepare(...)
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     program = torch.export.export(model, args, dynamic_shapes=shapes)
     program = program.run_decompositions(fusedops.decompositions())
 
-Each op becomes its reference in torch operations. If torch has an operator for the complete op,
-which compilers and other runtimes know (LayerNorm, RMSNorm, attention), that operator is used.
-Experts, whose reference reads the numbers of rows, become one product per expert.
+Each op becomes its reference in torch operations, or the one operator that torch has for it
+(LayerNorm, RMSNorm, attention). Experts become one product per expert.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from fusedops.ops.linear_act import activate
 from fusedops.ops.rotary_embedding import rotated
 
 Decompositions = dict[torch._ops.OpOverload, Callable[..., Any]]
+_LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
 
 
 def decompositions() -> Decompositions:
@@ -34,10 +34,9 @@ def decompositions() -> Decompositions:
         op. Results are within each op's error budget; the order of sums differs.
 
     Note:
-        The table is for inference graphs, exported under ``torch.no_grad()``: it has no backward
-        operators. ``attention_decode`` and ``attention_varlen`` are not decomposed, because they
-        read lengths while they run, and neither are ``moe_pack`` and ``moe_unpack``, which belong
-        to exchanges between processes.
+        The table has no backward operators: export under ``torch.no_grad()``. ``attention_decode``
+        and ``attention_varlen`` are not decomposed, because they read lengths while they run, and
+        neither are ``moe_pack`` and ``moe_unpack``, which belong to exchanges between processes.
 
     Example:
         >>> import torch, fusedops
@@ -54,9 +53,6 @@ def decompositions() -> Decompositions:
         for name, function in table.items()
         if name not in _LEFT
     }
-
-
-_LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
 
 
 def _layer_norm(*args: Any) -> tuple[Any, ...]:
@@ -118,7 +114,7 @@ def _attention(*args: Any) -> tuple[torch.Tensor, ...]:
 def _whole_mask(
     query: torch.Tensor, key: torch.Tensor, mask: Any, window_left: int, window_right: int
 ) -> torch.Tensor | None:
-    """Return mask and window in one, ``[..., Sq, Sk]``, or ``None`` where all may be attended."""
+    """Return mask and window as one, ``[..., Sq, Sk]``; ``None`` where all may be attended."""
     rows, columns = query.shape[2], key.shape[2]
     pattern = _attention_math.AttentionOptions(1.0, window_left, window_right, 0.0)
     allowed = _attention_math.allowed(rows, columns, pattern, query.device)
@@ -171,7 +167,7 @@ def _moe_mlp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the group of each row; the number of groups for the rows of nobody."""
+    """Return the group of each row; rows behind the last offset get the number of groups."""
     row = torch.arange(rows, device=offsets.device).unsqueeze(1)
     return (row >= offsets).sum(1)
 
@@ -179,7 +175,7 @@ def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 def _grouped_product(
     rows: torch.Tensor, weight: torch.Tensor, group: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each row's product with the weight of its group; 0 for the rows of nobody.
+    """Return each row's product with the weight of its group; 0 where a row has none.
 
     How many rows a group has is known when the program runs: they are looked up then.
     """

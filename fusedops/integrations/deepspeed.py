@@ -1,8 +1,6 @@
 """DeepSpeed: ``initialize`` with the model patched before, and the ops into or out of an engine.
 
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
-
-Importing this module imports DeepSpeed.
+engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ def initialize(
 ) -> Any:
     """Patch a model and give it to ``deepspeed.initialize``.
 
-    Stages 0 to 3 of ZeRO. Under stage 3, which gathers a module's parameters by hooks on it, a
-    fused block reads its children's parameters without calling them: the engine gathers what is
-    read, and from then on with the block's own.
+    Stages 0 to 3 of ZeRO. Under stage 3 a fused block reads its children's parameters without
+    calling them: the engine gathers what is read.
 
     Args:
         args: of ``deepspeed.initialize``.

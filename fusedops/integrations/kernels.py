@@ -3,13 +3,9 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name)   # patched
 
-transformers' own mapping of classes (``register_patch_mapping``) would not do: it knows the classes
-of its files by name, not torch's layers, activations and losses inside them; models that are not
-made by ``from_pretrained`` or ``from_config`` pass it by; and it changes for good the classes by
-which later models record their outputs. What every model does at the end of its construction,
-``post_init``, is the place instead.
-
-Importing this module imports transformers.
+A model is patched in ``post_init``, at the end of its construction. transformers' own mapping of
+classes (``register_patch_mapping``) does not know torch's layers, activations and losses, nor
+models that are made by their class.
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ _STOCK = "_fusedops_stock_post_init"
 def register(*, level: str = "O2") -> None:
     """Patch every transformers model at the end of its construction.
 
-    However it is made: by its class, ``from_config`` or ``from_pretrained``. Models that exist stay
-    as they are. ``fusedops.unpatch`` takes the ops out of one model, ``unregister`` ends it for
-    those to come. Registering again changes the level.
+    Models that exist stay as they are. ``fusedops.unpatch`` takes the ops out of one model,
+    ``unregister`` ends it for those to come. Registering again changes the level.
 
     Args:
         level: as for ``fusedops.patch``.

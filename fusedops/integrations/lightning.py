@@ -8,6 +8,7 @@ Importing this module imports ``lightning`` (or ``pytorch_lightning`` where only
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks, imports
@@ -26,8 +27,9 @@ class FusedOps(_Callback):
     """Patch the ``LightningModule`` with the fused ops.
 
     It is patched before its own ``setup`` and ``configure_model`` run, because the latter may shard
-    it, and again between them and the strategy's set-up, because they may have built it. The report
-    is printed by Lightning's ``rank_zero_info`` and kept as ``report``.
+    it, and again before the strategy's set-up, because they may have built it. The report is
+    printed by Lightning's ``rank_zero_info`` and kept as ``report``. A model that
+    ``configure_model`` both builds and shards has to be patched there, between the two.
 
     Args:
         level: as for ``fusedops.patch``.
@@ -36,10 +38,6 @@ class FusedOps(_Callback):
 
     Raises:
         ValueError: ``level`` is unknown.
-
-    Note:
-        A model that ``configure_model`` both builds and shards has to be patched there, by
-        ``fusedops.patch`` between the two.
     """
 
     def __init__(self, level: str = "O2", strict: bool = False, unpatch: bool = False) -> None:
@@ -73,8 +71,6 @@ class FusedOps(_Callback):
 class StepTimings(_Callback):
     """Record where the time of each step is spent on each rank, and warn of what slows the job.
 
-    As ``fusedops.integrations.trainer.TimingsCallback``.
-
     Args:
         folder: for the records; by default the trainer's ``default_root_dir``.
         every: steps between two gatherings of the ranks' rows.
@@ -86,36 +82,29 @@ class StepTimings(_Callback):
     def __init__(self, folder: str = "", every: int = 5) -> None:
         super().__init__()
         checks.integer("StepTimings", "every", every, least=1)
-        self.folder, self.every = folder, every
-        self._timer: ModuleTimer | None = None
+        self.folder, self._timer = folder, ModuleTimer(folder, every=every)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to record."""
-        self._timer = ModuleTimer(self.folder or trainer.default_root_dir, every=self.every)
+        self._timer.folder = Path(self.folder or trainer.default_root_dir)
         self._timer.start(trainer.model or pl_module, device=pl_module.device.type)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Note that the batch is there."""
-        if self._timer is not None:
-            self._timer.begin_step()
+        self._timer.begin_step()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Note that the loss is there."""
-        if self._timer is not None:
-            self._timer.mark("forward")
+        self._timer.mark("forward")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note that all gradients are there."""
-        if self._timer is not None:
-            self._timer.begin_optimizer()
+        self._timer.begin_optimizer()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
         """Note that the optimizer has stepped."""
-        if self._timer is not None:
-            self._timer.end_step(trainer.global_step)
+        self._timer.end_step(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Gather the last rows."""
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
+        self._timer.stop()

@@ -47,8 +47,8 @@ def export(
         torch.onnx.OnnxExporterError: what is not of fusedops has no translation.
 
     Note:
-        Experts are looked up by a loop that the graph holds unrolled: its size grows with layers
-        times experts. Rows that may attend nothing are 0, as everywhere in fusedops.
+        The graph holds the loop over the experts unrolled: its size grows with layers times
+        experts. Rows that may attend nothing are 0.
     """
     program = model
     if not isinstance(program, torch.export.ExportedProgram):
@@ -69,8 +69,7 @@ def export(
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return what torch's own translation lacks, for ``custom_translation_table``.
 
-    Routers sort with ties in the order of the experts. ONNX has no sort, and its ``TopK`` gives
-    equal values in the order of their indices.
+    Routers sort with ties in the order of the experts, as ONNX's ``TopK`` does.
     """
     return {torch.ops.aten.sort.stable: _stable_sort}
 

@@ -1,15 +1,14 @@
 """Hugging Face's Trainer and what is built on it (trl's): fused ops by one line or by a callback.
 
-    use_fused_kernels(trainer)                                   # before trainer.train()
-    Trainer(model, args, callbacks=[FusedOpsCallback()], ...)    # the same
-
-Importing this module imports transformers.
+use_fused_kernels(trainer)                                   # before trainer.train()
+Trainer(model, args, callbacks=[FusedOpsCallback()], ...)    # the same
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -29,8 +28,7 @@ _LOG = logging.getLogger("fusedops")
 def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -> PatchReport:
     """Let a Trainer's model run on the fused ops.
 
-    It is what ``TrainingArguments(use_liger_kernel=True)`` is for another library. Call it before
-    ``train``, which wraps the model. Adapters that trl puts in are there by then.
+    Call it before ``train``, which wraps the model. Adapters that trl puts in are there by then.
     With ``model_init`` each model that is made later is patched as well.
 
     Args:
@@ -57,20 +55,16 @@ def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -
         )
     report = patch(target.model, level=level, strict=strict)
     if target.model_init is not None:
-        target.model_init = _patching(target.model_init, level, strict)
+        model_init = target.model_init
+
+        @functools.wraps(model_init)  # the Trainer asks for its arguments
+        def patching(*args: Any) -> Any:
+            model = model_init(*args)
+            patch(model, level=level, strict=strict)
+            return model
+
+        target.model_init = patching
     return report
-
-
-def _patching(model_init: Any, level: str, strict: bool) -> Any:
-    """Return ``model_init``, under its own signature, with a patched result."""
-
-    @functools.wraps(model_init)
-    def call(*args: Any) -> Any:
-        model = model_init(*args)
-        patch(model, level=level, strict=strict)
-        return model
-
-    return call
 
 
 _Callback: Any = _transformers.TrainerCallback
@@ -114,9 +108,8 @@ class FusedOpsCallback(_Callback):
 class TimingsCallback(_Callback):
     """Record where the time of each step is spent on each rank, and warn of what slows the job.
 
-    The records are those of ``fusedops train``: ``fusedops profile`` reads them. docs/observe.md
-    says what is found. Waits are known for DistributedDataParallel; with FSDP they are part of
-    forward and backward.
+    The records are those of ``fusedops train``: ``fusedops profile`` reads them. Waits are known
+    for DistributedDataParallel; with FSDP they are part of forward and backward.
 
     Args:
         folder: for the records; by default the trainer's ``output_dir``.
@@ -128,41 +121,33 @@ class TimingsCallback(_Callback):
 
     def __init__(self, folder: str = "", every: int = 5) -> None:
         checks.integer("TimingsCallback", "every", every, least=1)
-        self.folder, self.every = folder, every
-        self._timer: ModuleTimer | None = None
+        self.folder, self._timer = folder, ModuleTimer(folder, every=every)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to record."""
-        self._timer = ModuleTimer(self.folder or args.output_dir, every=self.every)
+        self._timer.folder = Path(self.folder or args.output_dir)
         self._timer.start(kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the batch is there."""
-        if self._timer is not None:
-            self._timer.begin_step()
+        self._timer.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that all gradients are there."""
-        if self._timer is not None:
-            self._timer.begin_optimizer()
+        self._timer.begin_optimizer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the optimizer has stepped."""
-        if self._timer is not None:
-            self._timer.end_step(state.global_step)
+        self._timer.end_step(state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that an evaluation ended."""
-        if self._timer is not None:
-            self._timer.mark("validation")
+        self._timer.mark("validation")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that a checkpoint was written."""
-        if self._timer is not None:
-            self._timer.mark("checkpoint")
+        self._timer.mark("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather the last rows."""
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
+        self._timer.stop()

@@ -1,6 +1,6 @@
 """Devices by the name of their architecture: ``"cpu-zen5"``, ``"sm_90"``.
 
-What calibration found holds for one architecture (``integrations/hf/calibration``). The name of the
+What calibration found holds for one architecture (``hf/calibration.py``). The name of the
 CPU's is also that of the folder with its measurements in ``bench/results``.
 """
 

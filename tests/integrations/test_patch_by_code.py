@@ -93,7 +93,7 @@ def test_an_argument_with_a_default_is_not_added() -> None:
         ((ROWS,), {}, True),
         ((ROWS, ROWS), {}, False),
         ((ROWS,), {"scale": ROWS}, False),
-        ((), {"x": ROWS}, False),  # the rule knows the input by its place
+        ((), {"x": ROWS}, True),
     ):
         with counted() as calls:
             torch.testing.assert_close(patched(*args, **keywords), stock(*args, **keywords))

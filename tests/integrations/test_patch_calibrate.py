@@ -18,8 +18,8 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.calibration import calibrate
-from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
+from fusedops.integrations.hf import calibration as calibrate
+from fusedops.integrations.hf.calibration import CalibrationFinding
 from fusedops.integrations.hf.rules import torch_modules
 from fusedops.runtime.timer import Timing, Variant
 

@@ -191,7 +191,7 @@ def test_a_registry_of_classes_does_not_see_the_patched_one(
 def test_an_error_while_a_class_is_read_is_its_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(cls: type, name: str) -> None:
+    def fails(cls: type) -> None:
         raise ZeroDivisionError("odd")
 
     by_code = sys.modules["fusedops.integrations.hf.rules.by_code"]

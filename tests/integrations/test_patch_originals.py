@@ -395,7 +395,7 @@ def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> No
         def forward(self, x: int) -> int:
             return x + 1
 
-    rule = PatchRule(Layer, subclass(Layer, Fused, __name__), "O1", always("gelu"))
+    rule = PatchRule(Layer, subclass(Layer, Fused), "O1", always("gelu"))
     module = Layer()
     assert module(1) == 1
     module.__class__ = rule.patched

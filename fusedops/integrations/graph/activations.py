@@ -28,11 +28,7 @@ _TOLERANCE = 1e-9
 
 
 def activation_of(reader: GraphReader, node: Any) -> tuple[str | None, Any]:
-    """Return the name of the activation that a node computes, and what it is applied to.
-
-    Returns:
-        A name of ``_core.activation`` and a node; ``None`` and the node itself if it is none.
-    """
+    """Return the name of the activation that a node is, or ``None``, and what it is applied to."""
     match reader.expression(node):
         case ("silu" | "relu" as name, fx.Node() as source, *options):
             return (None if ("inplace", True) in options else name), source
@@ -54,9 +50,10 @@ def _formula(reader: GraphReader, root: fx.Node) -> tuple[str | None, Any]:
         if value is None or result is None or value.dtype != result.dtype:
             continue
         if value.shape == result.shape:
-            name = _name_of(_values(reader, root, source))
-            if name is not None:
-                return name, source
+            values = _values(reader, root, source)
+            for name, known in _known()[1].items():
+                if values is not None and torch.allclose(values, known, _TOLERANCE, _TOLERANCE):
+                    return name, source
     return None, root
 
 
@@ -79,27 +76,15 @@ def _tensors(expression: Any) -> list[fx.Node]:
 
 
 @functools.cache
-def _points() -> torch.Tensor:
-    return torch.linspace(-5.0, 5.0, 41, dtype=torch.float64) + 0.0123
-
-
-@functools.cache
-def _known() -> dict[str, torch.Tensor]:
-    return {name: ACTIVATIONS[name](_points()) for name in _NAMES}
-
-
-def _name_of(values: torch.Tensor | None) -> str | None:
-    if values is None:
-        return None
-    for name, known in _known().items():
-        if torch.allclose(values, known, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return name
-    return None
+def _known() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return some numbers, and what each activation is of them."""
+    points = torch.linspace(-5.0, 5.0, 41, dtype=torch.float64) + 0.0123
+    return points, {name: ACTIVATIONS[name](points) for name in _NAMES}
 
 
 def _values(reader: GraphReader, node: Any, source: fx.Node) -> torch.Tensor | None:
     """Return what a node is where a source has some values, or ``None``: it needs another one."""
-    results: dict[fx.Node, Any] = {source: _points()}
+    results: dict[fx.Node, Any] = {source: _known()[0]}
 
     def value(node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -117,7 +102,6 @@ def _values(reader: GraphReader, node: Any, source: fx.Node) -> torch.Tensor | N
 
 
 def _apply(name: Any, *arguments: Any) -> Any:
-    """Return an operation of numbers in float64."""
     if name == "cast":
         return arguments[0]
     function = {"div": torch.true_divide}.get(name) or getattr(torch, name)

@@ -11,14 +11,15 @@ from torch import fx
 
 from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
-from fusedops.integrations.hf.rules.functional_attention import multi_head_attention
+from fusedops.integrations.hf.rules.torch_functions import (
+    LOSS_OPTIONS,
+    UNSERVED,
+    multi_head_attention,
+)
 from fusedops.ops.attention import attention
 from fusedops.ops.cross_entropy import cross_entropy
 
-_LOSS_ARGUMENTS = (
-    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "label_smoothing",
-)
+_LOSS_ARGUMENTS = ("input", "target", *LOSS_OPTIONS)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -27,7 +28,7 @@ def cross_entropy_match(reader: GraphReader, root: fx.Node) -> Match | None:
     if root.target is not F.cross_entropy or len(root.args) > len(_LOSS_ARGUMENTS):
         return None
     given: dict[str, Any] = dict(zip(_LOSS_ARGUMENTS, root.args, strict=False)) | root.kwargs
-    if any(given.get(name) is not None for name in ("weight", "size_average", "reduce")):
+    if any(given.get(name) is not None for name in UNSERVED):
         return None
     logits, target = given["input"], given["target"]
     rows, labels = value_of(logits), value_of(target)
@@ -52,12 +53,9 @@ def _before_cast(reader: GraphReader, rows: fx.Node) -> fx.Node | None:
     value = value_of(rows)
     while rows.target in ("view", "reshape", "flatten", "contiguous"):
         rows = rows.all_input_nodes[0]
-    match reader.expression(rows):
-        case ("cast", fx.Node() as narrow, torch.float32):
-            before = value_of(narrow)
-        case _:
-            return None
-    if before is None or value is None or before.dtype not in _HALF:
+    narrow: fx.Node = reader.before_cast(rows)
+    before = value_of(narrow)
+    if narrow is rows or before is None or value is None or before.dtype not in _HALF:
         return None
     return narrow if before.shape[-1] == value.shape[-1] else None
 
@@ -70,10 +68,7 @@ def cross_entropy_of_rows(
 
 
 def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
-    """Return torch's attention, or ``None``.
-
-    Heads of key and value that are repeated for it are read once.
-    """
+    """Return torch's attention, ``None`` if a node is none; repeated heads are read once."""
     if root.target is operator.getitem:
         return _multi_head_match(root)
     if root.target is not F.scaled_dot_product_attention or len(root.args) < 3:
@@ -85,10 +80,11 @@ def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
     if len({tensor.dtype for tensor in given if tensor is not None}) > 1:
         return None
     options = dict(root.kwargs)
-    heads, key_heads, value_heads = (tensor.shape[1] for tensor in given if tensor is not None)
-    if key_heads == value_heads == heads:
+    num_heads, key_heads, value_heads = (tensor.shape[1] for tensor in given if tensor is not None)
+    if key_heads == value_heads == num_heads:
         single = [_before_repeat(key), _before_repeat(value)]
-        if None not in single and len(set(map(_heads, single))) == 1:
+        heads = {value.shape[1] for value in map(value_of, single) if value is not None}
+        if None not in single and len(heads) == 1:
             key, value = single
             options["enable_gqa"] = True
     elif key_heads == value_heads == 1:  # torch broadcasts the head
@@ -101,17 +97,10 @@ def _multi_head_match(root: fx.Node) -> Match | None:
     """Return the function behind ``nn.MultiheadAttention``, whose first result a node is."""
     match root.args:
         case (fx.Node(target=F.multi_head_attention_forward) as call, 0):
-            pass
-        case _:
-            return None
-    if call.kwargs.get("need_weights") is not False:
-        return None
-    return Match("attention", multi_head_attention, call.args, dict(call.kwargs), (root,))
-
-
-def _heads(node: fx.Node | None) -> int | None:
-    value = value_of(node)
-    return None if value is None else value.shape[1]
+            if call.kwargs.get("need_weights") is False:
+                options = dict(call.kwargs)
+                return Match("attention", multi_head_attention, call.args, options, (root,))
+    return None
 
 
 def _before_repeat(node: Any) -> fx.Node | None:
@@ -137,6 +126,3 @@ def _before_repeat(node: Any) -> fx.Node | None:
         return None
     same = before.shape[0] == after.shape[0] and before.shape[2:] == after.shape[2:]
     return source if same else None
-
-
-FUNCTIONS = (attention, cross_entropy_of_rows, multi_head_attention)

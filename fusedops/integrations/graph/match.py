@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +16,14 @@ from fusedops.integrations.hf.rules.rule import runs_here
 
 
 class Match(NamedTuple):
-    """A call that computes some nodes.
+    """A call that computes some nodes."""
 
-    Attributes:
-        rewrite: its name.
-        function: is called; a tuple is its result if there is more than one root.
-        arguments: of the call: nodes, numbers, ``None``.
-        options: its keywords.
-        roots: the nodes that its results take the place of. All between them and the arguments is
-            the work of the call.
-    """
-
-    rewrite: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    rewrite: str  # its name
+    function: Callable[..., Any]  # returns a tuple if there is more than one root
+    arguments: tuple[Any, ...]  # nodes, numbers, ``None``
+    options: dict[str, Any]  # keywords
+    # The nodes that its results take the place of. All between them and the arguments is the work
+    # of the call
     roots: tuple[fx.Node, ...]
 
 
@@ -92,21 +85,16 @@ def _results(reader: GraphReader, match: Match) -> tuple[torch.Tensor, ...] | No
         return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
 
     try:
-        with fake.fake_mode, _entered(reader.autocasts(root)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fake.fake_mode)
+            for device, dtype, enabled, cache in reader.autocasts(root):
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             results = match.function(
                 *tree_map(value, match.arguments), **tree_map(value, match.options)
             )
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         return None
     return results if isinstance(results, tuple) else (results,)
-
-
-@contextlib.contextmanager
-def _entered(autocasts: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device, dtype, enabled, cache in autocasts:
-            stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-        yield
 
 
 def _can_replace(result: Any, root: fx.Node) -> bool:

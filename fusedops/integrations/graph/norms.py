@@ -38,20 +38,18 @@ def add_norm_match(reader: GraphReader, root: fx.Node) -> Match | None:
             pass
         case _:
             return None
-    total = value_of(source)
-    for term in (first, second):
-        value = value_of(term)
-        if value is None or total is None or value.dtype != total.dtype:
+    total, *terms = map(value_of, (source, first, second))
+    for value in terms:
+        if value is None or total is None:
             return None
-        if value.shape != total.shape:
+        if value.dtype != total.dtype or value.shape != total.shape:
             return None
     function = add_layer_norm if match.rewrite == "layer_norm" else add_rms_norm
-    arguments = (first, second, *rest)
-    return Match(f"add_{match.rewrite}", function, arguments, match.options, (root, source))
+    arguments, roots = (first, second, *rest), (root, source)
+    return Match(f"add_{match.rewrite}", function, arguments, match.options, roots)
 
 
 def _function_match(reader: GraphReader, root: fx.Node) -> Match | None:
-    """Return the norm that torch's own function computes, perhaps in float32."""
     match reader.expression(root):
         case ("cast", fx.Node() as node, dtype):
             narrowed = dtype
@@ -63,15 +61,13 @@ def _function_match(reader: GraphReader, root: fx.Node) -> Match | None:
         case _:
             return None
     if narrowed is not None:
-        match reader.expression(source):
-            case ("cast", fx.Node() as source, torch.float32):
-                pass
-            case _:
-                return None
+        wide, source = source, reader.before_cast(source)
+        if source is wide:
+            return None
     input, shape = value_of(source), given["normalized_shape"]
     weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps")
     if narrowed is not None:
-        weight, bias = (_before_cast(reader, parameter) for parameter in (weight, bias))
+        weight, bias = (reader.before_cast(parameter) for parameter in (weight, bias))
         if input is None or narrowed != input.dtype or input.dtype not in _HALF:
             return None
     if not _are_parameters((weight, bias), input, shape):
@@ -87,21 +83,10 @@ def _function_match(reader: GraphReader, root: fx.Node) -> Match | None:
     return Match("rms_norm", rms_norm, (source, shape, weight, eps), {}, (root,))
 
 
-def _before_cast(reader: GraphReader, node: Any) -> Any:
-    match reader.expression(node):
-        case ("cast", fx.Node() as source, torch.float32):
-            return source
-    return node
-
-
 def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:
-    """Return the norm that is written as a formula."""
-    match reader.expression(root):
-        case ("mul" | "div" | "cast", *_):
-            pass
-        case _:
-            return None
-    for source in _possible_inputs(reader, root):
+    content = reader.expression(root)
+    may_end = isinstance(content, tuple) and content[0] in ("mul", "div", "cast")
+    for source in _possible_inputs(reader, root) if may_end else []:
         input = value_of(source)
         if input is None or input.dim() == 0 or not input.is_floating_point():
             continue
@@ -119,7 +104,6 @@ def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 
 def _match_of(writer: _Writer, norm: NormExpression, root: fx.Node) -> Match | None:
-    """Return the call that computes a norm, or ``None`` where no op does."""
     source = writer.source
     input = value_of(source)
     assert input is not None
@@ -180,11 +164,7 @@ def _rows(reader: GraphReader, row: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes nodes as expressions in terms of a source, as ``symbolic.py`` does for modules.
-
-    Attributes:
-        source: becomes the input.
-    """
+    """Writes nodes as expressions in terms of a source, as ``symbolic.py`` does for modules."""
 
     def __init__(self, reader: GraphReader, source: fx.Node, expands_weights: bool) -> None:
         """Write what does not depend on the source as an expression too if ``expands_weights``."""
@@ -231,10 +211,6 @@ class _Writer:
         return expression
 
     def _depends(self, node: fx.Node, depth: int) -> bool:
-        """Return whether the source is needed for a node."""
         if node is self.source:
             return True
         return depth > 0 and any(self._depends(part, depth - 1) for part in node.all_input_nodes)
-
-
-FUNCTIONS = (add_layer_norm, add_rms_norm, layer_norm, rms_norm)

@@ -9,15 +9,13 @@ from torch import fx
 from fusedops.integrations.graph.activations import activation_of
 from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
-from fusedops.integrations.hf.rules.gated_mlp import GATES, gated_product
+from fusedops.integrations.hf.rules.chain import GATES, GELUS, gated_product
 from fusedops.integrations.hf.rules.recognition import factors
 from fusedops.integrations.hf.rules.torch_modules import own_product, torchs_product_is_faster
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
-
-_GELUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
 
 
 def mlp_match(reader: GraphReader, root: fx.Node) -> Match | None:
@@ -42,7 +40,6 @@ def linear_act_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 
 def _fuses_products(node: fx.Node) -> bool:
-    """Return whether products like that of a node are part of fused ops."""
     value = value_of(node)
     return value is not None and not torchs_product_is_faster(value)
 
@@ -83,9 +80,9 @@ def glu_match(reader: GraphReader, root: fx.Node) -> Match | None:
 def gelu_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return GELU, or ``None``."""
     activation, source = activation_of(reader, root)
-    if activation not in _GELUS:
+    if activation not in GELUS:
         return None
-    return Match("gelu", gelu, (source, _GELUS[activation]), {}, (root,))
+    return Match("gelu", gelu, (source, GELUS[activation]), {}, (root,))
 
 
 def _linear(reader: GraphReader, node: Any) -> tuple[Any, Any, Any] | None:
@@ -98,6 +95,3 @@ def _linear(reader: GraphReader, node: Any) -> tuple[Any, Any, Any] | None:
                 return None
             return source, given["weight"], given.get("bias")
     return None
-
-
-FUNCTIONS = (gated_product, gelu, linear_act, linear_glu, mlp)

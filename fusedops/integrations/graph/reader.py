@@ -1,9 +1,7 @@
 """What a node of a captured graph computes, and whether nodes may become one call.
 
 The graph is what Dynamo captured: functions and methods of torch before autograd, with a fake
-tensor for each value (``node.meta["example_value"]``). ``GraphReader.expression`` writes an
-operation in one way however the code writes it (``hf/torch_operations.py``), with the nodes of its
-arguments in it.
+tensor for each value (``node.meta["example_value"]``).
 """
 
 from __future__ import annotations
@@ -42,6 +40,13 @@ _METHODS = METHODS | {"neg", "exp", "erf"}
 _IN_PLACE_OPERATORS = {
     value for name, value in vars(operator).items() if name.startswith("i") and callable(value)
 } - {operator.index, operator.inv, operator.invert, operator.is_, operator.is_not}
+_IN_PLACE_ARGUMENT = {
+    **dict.fromkeys(("silu", "relu", "relu6", "selu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
+    **dict.fromkeys(("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d"), 3),
+    **dict.fromkeys(("dropout2d", "dropout3d", "hardtanh", "threshold"), 3),
+    "rrelu": 4,
+}
 
 
 def value_of(node: Any) -> FakeTensor | None:
@@ -54,11 +59,7 @@ def value_of(node: Any) -> FakeTensor | None:
 
 
 class GraphReader:
-    """Reads one graph.
-
-    Attributes:
-        graph: the graph.
-    """
+    """Reads one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -70,17 +71,15 @@ class GraphReader:
         for place, node in enumerate(self.graph.nodes):
             self._place[node] = place
             if _changes_context(node):
-                self._autocasts.append(_autocasts_after(node, self._autocasts[-1]))
+                entered, name = self._autocasts[-1], getattr(node.target, "__name__", "")
+                if name == "_enter_autocast":
+                    entered = (*entered, node.args)
+                self._autocasts.append(entered[:-1] if name == "_exit_autocast" else entered)
             self._region[node] = len(self._autocasts) - 1
-            for argument in _written_by(node):
-                self._mark_written(argument)
-
-    def _mark_written(self, node: fx.Node) -> None:
-        value = value_of(node)
-        if value is None:
-            self._has_unknown_writes = True
-        else:
-            self._written.add(_storage(value))
+            for value in map(value_of, _written_by(node)):
+                self._has_unknown_writes |= value is None
+                if value is not None:
+                    self._written.add(_storage(value))
 
     def is_unchanged(self, nodes: Iterable[fx.Node]) -> bool:
         """Return whether nothing writes to the tensors of some nodes anywhere in the graph."""
@@ -102,14 +101,9 @@ class GraphReader:
         return self._autocasts[self._region[node]]
 
     def position(self, nodes: Sequence[fx.Node], sources: Iterable[Any]) -> fx.Node | None:
-        """Return the node before which a call may stand: after its sources, before all users.
+        """Return the node before which a call may stand in the place of ``nodes``, or ``None``.
 
-        Args:
-            nodes: those that the call is in the place of, in order.
-            sources: its arguments.
-
-        Returns:
-            ``None`` if there is no such node.
+        It comes after the call's sources and before all users.
         """
         places = [self._place[source] for source in sources if isinstance(source, fx.Node)]
         members = set(nodes)
@@ -144,6 +138,13 @@ class GraphReader:
             return node
         return "cast", content[1], value.dtype
 
+    def before_cast(self, node: Any) -> Any:
+        """Return what a node is a float32 copy of, else the node itself."""
+        match self.expression(node):
+            case ("cast", fx.Node() as source, torch.float32):
+                return source
+        return node
+
     def source(self, node: Any) -> Any:
         """Return a node without casts and dropouts that change nothing in front of it."""
         while isinstance(node, fx.Node) and _is_unchanged(node):
@@ -153,8 +154,7 @@ class GraphReader:
     def inner(self, roots: Sequence[fx.Node], sources: Iterable[Any]) -> list[fx.Node] | None:
         """Return the nodes from some sources to some roots, the roots among them, in order.
 
-        Returns:
-            ``None`` where others need the value of one that is not a root.
+        It is ``None`` where others need the value of one that is not a root.
         """
         stop = {source for source in sources if isinstance(source, fx.Node)}
         members: set[fx.Node] = set()
@@ -172,7 +172,6 @@ class GraphReader:
 
 
 def _name(node: fx.Node) -> str | None:
-    """Return the name of the operation of a node, or ``None``."""
     if node.op == "call_method":
         return str(node.target) if node.target in _METHODS else None
     if node.op != "call_function":
@@ -198,7 +197,6 @@ def _is_unchanged(node: fx.Node) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return arguments with tuples in the place of lists."""
     if isinstance(value, dict):
         return {name: _plain(element) for name, element in value.items()}
     if isinstance(value, tuple | list):
@@ -219,15 +217,6 @@ def _changes_context(node: fx.Node) -> bool:
     )
 
 
-def _autocasts_after(
-    node: fx.Node, entered: tuple[tuple[Any, ...], ...]
-) -> tuple[tuple[Any, ...], ...]:
-    name = getattr(node.target, "__name__", "")
-    if name == "_enter_autocast":
-        return *entered, node.args
-    return entered[:-1] if name == "_exit_autocast" else entered
-
-
 def _written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments that an operation may write to."""
     if node.op not in ("call_function", "call_method"):
@@ -238,7 +227,8 @@ def _written_by(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
         return
     if isinstance(target, torch._ops.HigherOrderOperator):
-        if any(_has_writes(body.graph) for body in bodies(node)):
+        inner = (part for body in bodies(node) for part in body.graph.nodes)
+        if any(True for part in inner for _ in _written_by(part)):
             yield from node.all_input_nodes
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -255,15 +245,6 @@ def _written_by(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.all_input_nodes
 
 
-_IN_PLACE_ARGUMENT = {
-    **dict.fromkeys(("silu", "relu", "relu6", "selu", "mish", "hardswish", "hardsigmoid"), 1),
-    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
-    **dict.fromkeys(("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d"), 3),
-    **dict.fromkeys(("dropout2d", "dropout3d", "hardtanh", "threshold"), 3),
-    "rrelu": 4,
-}
-
-
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs that an operator which takes functions runs, as checkpointing does."""
     owner = node.graph.owning_module
@@ -273,10 +254,6 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
         if argument.op == "get_attr" and owner is not None
     )
     return [module for module in modules if isinstance(module, fx.GraphModule)]
-
-
-def _has_writes(graph: fx.Graph) -> bool:
-    return any(True for node in graph.nodes for _ in _written_by(node))
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

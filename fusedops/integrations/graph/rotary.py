@@ -17,8 +17,7 @@ from fusedops.ops.rotary_embedding import rotary_embedding
 def rotary_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return the rotation of a query and a key by the same angles, or ``None``.
 
-    The root is the rotation of the second one; the first one is searched among the users of the
-    cosines.
+    The root is that of the second one; the first is searched among the users of the cosines.
     """
     second = _rotation(reader, root)
     if second is None:
@@ -98,6 +97,3 @@ def _are_tables(x: fx.Node, *tables: Any) -> bool:
         if table.requires_grad or table.shape[-1] != value.shape[-1]:
             return False
     return True
-
-
-FUNCTIONS = (rotate_with_tables,)

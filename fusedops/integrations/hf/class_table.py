@@ -14,12 +14,9 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 T = TypeVar("T")
-_PREFIX = "_fusedops_"
 
 
 class _Entry:
-    """A value, and the class that it belongs to."""
-
     def __init__(self, cls: type, value: Any) -> None:
         self.cls = cls
         self.value = value
@@ -34,7 +31,7 @@ class ClassTable(Generic[T]):
 
     def __init__(self, name: str) -> None:
         """Create an empty table; ``name`` is a different one for each table."""
-        self._name = f"{_PREFIX}{name}"
+        self._name = f"_fusedops_{name}"
 
     def get(self, cls: type) -> T | None:
         """Return the value of a class, or ``None``."""

@@ -1,15 +1,18 @@
-"""One step of a model with inputs of its user, which leaves no trace in the model.
+"""One step of a model with inputs of its user, which leaves no trace in the model, and its time.
 
 The model runs with all that belongs to its forward: hooks, checkpointing, autocast. What a forward
-or backward may change is saved before and restored after each run, also if it raises.
+or backward may change is saved before and restored after each run, also if it raises. Torch's
+profiler knows for each operator the modules that are being called, and which operator of the
+forward one of the backward belongs to. What Python does around operators is not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -18,28 +21,30 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf.report import ModuleReport, StepTime, StockTime
 from fusedops.runtime import generators
+
+_OURS = ("fusedops::", "fusedops_")
+_MODULE = "nn.Module: "
+_NO_MODULE = "code outside of modules"
 
 
 class ExampleStep:
     """A step of a model: forward, and backward where the model is in training.
 
-    Args:
-        model: patched or not; its state may change between the runs.
-        example: its inputs: keywords as a mapping, positional arguments as a tuple or list, or one
-            tensor.
-        caller: name of the function whose argument ``example`` is.
+    ``example`` is that of ``patch``, ``caller`` the function that got it.
 
     Raises:
-        TypeError: ``example`` is none of these.
+        TypeError: ``example`` is of another type.
         UnsupportedError: an optimizer may step in the backward, or parameters are not initialized.
     """
 
     def __init__(self, model: nn.Module, example: Any, caller: str) -> None:
-        self._args, self._kwargs = _arguments(example, caller)
+        self._inputs = _arguments(example, caller)
         self._caller = caller
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self.model = model
@@ -58,17 +63,12 @@ class ExampleStep:
                     "may be an optimizer's step: register such hooks after this call"
                 )
 
-    @property
-    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._args, self._kwargs
-
     def run(
         self, during: contextlib.AbstractContextManager[Any] | None = None
     ) -> set[nn.Parameter]:
         """Run the step; return the parameters that received a gradient.
 
-        Args:
-            during: entered around the step, without what saves and restores the state.
+        ``during`` is entered around the step alone, inside of what restores the state.
 
         Raises:
             ValueError: the model does not take the inputs, or they cannot be copied.
@@ -121,9 +121,7 @@ class _State:
     def __init__(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         self._copies = copies  # of all runs, since every run restores them
         self._reached: dict[int, Any] = {}
-        self._contents: list[tuple[Any, list[Any]]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def save(self, value: Any) -> None:
         """Keep the state of a value and of what it contains, and remove gradients."""
@@ -136,39 +134,25 @@ class _State:
             if value.layout is torch.strided and not (value.is_meta or value.is_nested):
                 self._copies.setdefault(value, _copy(value))
             if value.is_leaf:
-                self._gradients.append((value, value.grad))
+                self._undo.append(partial(setattr, value, "grad", value.grad))
                 value.grad = None
         elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
-        elif isinstance(value, dict | list | set | deque):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, dict | list | set | deque | tuple):
             content = _content(value)
-            self._contents.append((value, content))
+            if not isinstance(value, tuple):
+                self._undo.append(partial(_refill, value, content))
             for element in content:
-                self.save(element)
-        elif isinstance(value, tuple):
-            for element in value:
                 self.save(element)
 
     def restore(self) -> None:
         """Give everything the state back that it had; what did not change is not written."""
-        for container, content in self._contents:
-            now = _content(container)
-            if len(now) != len(content) or any(map(is_not, now, content)):
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(zip(content[::2], content[1::2], strict=True))
-                elif isinstance(container, set):
-                    container.update(content)
-                else:
-                    container.extend(content)
-        for generator, state in self._generators:
-            generator.set_state(state)
         for tensor, saved in self._copies.items():
             if not torch.equal(tensor, saved.to(tensor.device)):
                 with torch.no_grad():
                     tensor.copy_(saved)
-        for tensor, gradient in self._gradients:
-            tensor.grad = gradient
+        for undo in self._undo:
+            undo()
 
 
 def _content(container: Any) -> list[Any]:
@@ -176,6 +160,19 @@ def _content(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return list(chain.from_iterable(container.items()))
     return list(container)
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    now = _content(container)
+    if len(now) == len(content) and not any(map(is_not, now, content)):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(content[::2], content[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,9 +213,56 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _arguments(example: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
+    if isinstance(example, torch.Tensor | tuple | list):
+        return (example,) if isinstance(example, torch.Tensor) else tuple(example), {}
     expected = "a tensor, a tuple of arguments or a mapping of keywords"
     checks.fail_type(caller, "example", expected, example)
+
+
+def step_time(step: ExampleStep, modules: tuple[ModuleReport, ...]) -> StepTime:
+    """Return the time of one step of a model in its current state, which has run before."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.on_gpu else [])]
+    record = profile(activities=activities, with_stack=True)
+    step.run(record)
+    return _divided(record.events(), step.on_gpu, modules)
+
+
+def _divided(events: Any, on_gpu: bool, modules: tuple[ModuleReport, ...]) -> StepTime:
+    classes: dict[int, str] = {}  # operator of the forward -> class of the module that called it
+    for event in events:
+        if event.scope == 0 and event.sequence_nr >= 0 and _is_operator(event):
+            classes.setdefault(event.sequence_nr, _class_of(event, {}))
+    fused, stock = 0.0, Counter[str]()
+    for event in events:
+        if not _is_operator(event):
+            continue
+        time = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
+        if any(part.name.startswith(_OURS) for part in _lineage(event)):
+            fused += time
+        else:
+            stock[_class_of(event, classes)] += time
+    reasons = {entry.cls: entry.reason for entry in modules if not entry.replaced}
+    listed = [StockTime(name, time, reasons.get(name)) for name, time in stock.most_common()]
+    return StepTime(fused + stock.total(), fused, tuple(listed))
+
+
+def _is_operator(event: Any) -> bool:
+    return "::" in event.name and not event.name.startswith(("autograd::", "cuda"))
+
+
+def _lineage(event: Any) -> Iterator[Any]:
+    """Yield an event and those inside of which it happened, the nearest first."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _class_of(event: Any, classes: dict[int, str]) -> str:
+    """Return the class of the module to which an event of the forward or backward belongs."""
+    for part in _lineage(event):
+        if part.scope == 1 and part.sequence_nr in classes:
+            return classes[part.sequence_nr]
+    for part in _lineage(event):
+        if part.name.startswith(_MODULE):
+            return str(part.name.removeprefix(_MODULE).rpartition("_")[0])
+    return _NO_MODULE

@@ -1,9 +1,8 @@
 """Which code the rules of tables were written for, by its digest.
 
 ``known_code.toml`` lists classes and functions of transformers with the digests of their code in
-the releases that were read. A class with one of these digests takes the rule, whatever its name is:
-most modeling files of transformers are copies. One of a listed name with another digest is refused,
-because a later release may compute more.
+the releases that were read. A class with one of these digests takes the rule, whatever its name is.
+One of a listed name with another digest is refused, because a later release may compute more.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ def code(of: Any) -> str:
 
     These are the methods of the class and the functions of its module, to any depth; what other
     global names stand for follows. Docstrings, comments and annotations are left out; decorators
-    are not.
-
-    Raises:
-        OSError: there is no source.
+    are not. Without source it raises ``OSError``.
     """
     function: Any = inspect.unwrap(getattr(of, "forward", of))
     functions = {function: _syntax(function)}

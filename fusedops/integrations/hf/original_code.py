@@ -1,11 +1,8 @@
 """What a patched module stands for, and whether it is still there.
 
-Libraries put their own functions in the place of torch's and transformers': context parallelism
-takes ``F.scaled_dot_product_attention``, sequence parallelism an entry of ``AttentionInterface``,
-others ``apply_rotary_pos_emb`` of a modeling file or a class's ``forward``. A patched module calls
-none of these, so it asks before each call whether they are the ones that it was written for, and
-runs its original forward where one is not: the replacement is called then. The places to look at
-are read from the code of the original, once, when its rule is made.
+Libraries put their own functions in the place of torch's and transformers'. A patched module calls
+none of these. So it compares before each call whether they are the ones that its original's code
+read when its rule was made, and runs the original where one is not.
 """
 
 from __future__ import annotations
@@ -47,6 +44,10 @@ _PASSIVE_MODES = (
 
 # Replacements that compute the same: this one only keeps no reference to a gathered weight.
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
+_NUMBERS = (bool, int, float, str)
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 class WatchedAttribute(NamedTuple):
@@ -59,15 +60,10 @@ class WatchedAttribute(NamedTuple):
 
 
 class WatchList(NamedTuple):
-    """What a fused forward stands for: it runs only while all of this is unchanged.
+    """What a fused forward stands for: it runs only while all of this is unchanged."""
 
-    Attributes:
-        attributes: those that the original's code reads, to any depth.
-        methods: names of methods that it calls, which an instance may have of its own.
-    """
-
-    attributes: tuple[WatchedAttribute, ...] = ()
-    methods: tuple[str, ...] = ()
+    attributes: tuple[WatchedAttribute, ...] = ()  # those that the original's code reads
+    methods: tuple[str, ...] = ()  # that it calls, which an instance may have of its own
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all attributes, for a reader."""
@@ -81,17 +77,12 @@ _is_unchanged: Any = getattr(load(), "is_unchanged", None)  # none where the ker
 
 
 def changed(watched: WatchList, module: Any, name: str = "it") -> str | None:
-    """Return what keeps a module from being what its class was made for, or ``None``.
+    """Return what keeps a module, ``name`` in messages, from being what its class was made for.
 
-    That is something that was replaced, or a parameter that cannot be read directly. Called before
-    every forward of a patched module and for each child that it bypasses: 0.4 to 0.6 us for two to
-    nine attributes in the compiled host module, on a Zen 4 core that others used too. Dynamo traces
-    the comparison in Python and makes guards of it.
-
-    Args:
-        watched: what the module's class watches.
-        module: the module, whose own methods count, too.
-        name: of the module, for the message.
+    That is something that was replaced, a method of its own, or a parameter that cannot be read
+    directly. Called before every forward of a patched module and for each child that it bypasses:
+    0.4 to 0.6 us for two to nine attributes in the compiled host module, on a Zen 4 core that
+    others used too. Dynamo traces the comparison in Python and makes guards of it.
     """
     own = module.__dict__
     if (
@@ -138,25 +129,15 @@ def replaced(watched: WatchList) -> str | None:
     for owner, name, known in watched.attributes:
         value = getattr(owner, name, None)
         # Dynamo cannot compare the identities of tuples, nor of dictionaries.
-        if value != known if name in _DEFAULTS else value is not known:
-            reason = _replacement(owner, name, known)
-            if reason is not None:
-                return reason
+        if not (value != known if name in _DEFAULTS else value is not known):
+            continue
+        where = f"{_owner_name(owner)}.{name}"
+        if isinstance(value, _NUMBERS) or name in _DEFAULTS:
+            if type(value) is not type(known) or value != known:
+                return f"{where} was {known!r} when its rule was made"
+        elif name_of(value) not in _EQUIVALENT:
+            return f"{where} was replaced by {name_of(value)}"
     return None
-
-
-_NUMBERS = (bool, int, float, str)
-_DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
-
-
-def _replacement(owner: Any, name: str, known: Any) -> str | None:
-    value = getattr(owner, name, None)
-    where = _owner_name(owner)
-    if isinstance(value, _NUMBERS) or name in _DEFAULTS:
-        same = type(value) is type(known) and value == known
-        return None if same else f"{where}.{name} was {known!r} when its rule was made"
-    replacement = name_of(value)
-    return None if replacement in _EQUIVALENT else f"{where}.{name} was replaced by {replacement}"
 
 
 def _owner_name(owner: Any) -> str:
@@ -177,24 +158,15 @@ def context_obstacle() -> str | None:
     differentiation and ``vmap``, for which the kernels have no rules; and an ONNX exporter, which
     knows torch's own operators.
     """
-    if (
-        _num_modes() == 0
-        and forward_ad._current_level < 0
-        and type(_innermost_transform()) is _NO_TRANSFORM  # Dynamo cannot trace "is None" here
-        and _tracing_state() is None
-    ):
-        return None
-    return _active_context()
-
-
-def _active_context() -> str | None:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"
-    if type(_innermost_transform()) is not _NO_TRANSFORM:
-        if torch.compiler.is_compiling():  # Dynamo cannot ask which transform it is
+    if type(_innermost_transform()) is not _NO_TRANSFORM:  # Dynamo cannot trace "is None" here
+        if torch.compiler.is_compiling():  # nor ask which transform it is
             return "a transform of torch.func is being compiled"
         if any(transform.key() == _VMAP for transform in _transforms()):
             return "torch.func.vmap is active"
+    if _num_modes() == 0 and _tracing_state() is None:
+        return None
     if torch.onnx.is_in_onnx_export():
         return "a model is being exported to ONNX"
     for index in range(_num_modes()):
@@ -205,23 +177,18 @@ def _active_context() -> str | None:
 
 
 def remember(cls: type[nn.Module], watched: WatchList | None = None) -> None:
-    """Keep the watch list of a class whose instances a fused forward bypasses.
-
-    Args:
-        cls: the class.
-        watched: what its instances stand for; what its own forward reads by default.
-    """
+    """Keep the watch list of a class whose instances a fused forward bypasses."""
     KNOWN[cls] = watch_list(cls) if watched is None else watched
 
 
 def watch_list(cls: type[nn.Module], *methods: str, copied: bool = False) -> WatchList:
-    """Return what the forward of ``cls`` reads: itself, and functions, methods and values.
+    """Return what ``forward`` and further methods of a class read.
 
     What the functions and methods read counts as well, to any depth, up to torch's own files.
 
     Args:
         cls: the class.
-        *methods: further methods that count, in addition to ``forward``.
+        *methods: the further methods.
         copied: whether what runs in their place has their code: it reads the values of the file and
             calls other methods and functions as the original does, so that these may change.
 
@@ -247,10 +214,7 @@ def functions(*names: str) -> WatchList:
 
 
 class _Reading:
-    """Collects what methods and functions read.
-
-    Torch's own files are constant but for their functions.
-    """
+    """Collects what methods and functions read, up to torch's own files."""
 
     def __init__(self, *, follows: bool) -> None:
         self._attributes: dict[tuple[int, str], WatchedAttribute] = {}
@@ -263,14 +227,12 @@ class _Reading:
         return WatchList(tuple(self._attributes.values()), methods)
 
     def add_method(self, cls: type[nn.Module], name: str) -> None:
-        """Add a method of a class, with what it reads."""
         method = getattr(cls, name)
         self._methods[name] = None
         if self._adds(cls, name, _known(method, _root(cls))):
             self._add_code(cls, inspect.unwrap(method))
 
     def add(self, module: ModuleType, name: str, value: Any) -> None:
-        """Add a global of a module, with what it reads."""
         follows = self._follows and _root(module) != "torch"
         if inspect.isclass(value):
             is_layer = issubclass(value, nn.Module)
@@ -279,20 +241,22 @@ class _Reading:
                     self.add_method(value, "forward")
                 elif issubclass(value, torch.autograd.Function):
                     self._add_class(value)
-        elif callable(value) and (self._follows or _is_torchs(value)):
-            is_new = self._adds(module, name, _known(value, _root(module)))
-            if is_new and follows:
+        elif callable(value):
+            of_torch = str(getattr(value, "__module__", None)).partition(".")[0] == "torch"
+            if (
+                (self._follows or of_torch)
+                and self._adds(module, name, _known(value, _root(module)))
+                and follows
+            ):
                 self._add_function(value)
         elif follows:
             self._adds(module, name, value)
 
     def _adds(self, owner: Any, name: str, known: Any) -> bool:
-        """Add an attribute, and return whether it is a new one."""
         attribute = WatchedAttribute(owner, name, known)
         return self._attributes.setdefault((id(owner), name), attribute) is attribute
 
     def _add_class(self, cls: type) -> None:
-        """Add the methods of an autograd function, with what they read."""
         for name, member in vars(cls).items():
             function = getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
@@ -302,9 +266,10 @@ class _Reading:
     def _add_function(self, value: Any) -> None:
         """Add what a function reads if it is written in Python, outside of torch."""
         function = inspect.unwrap(value)
-        home = _home_of(function)
-        if home is not None and not home.startswith(("torch.", "transformers.utils.")):
-            self._add_code(nn.Module, function)
+        if isinstance(function, FunctionType):
+            home = str(function.__globals__.get("__name__", ""))
+            if not home.startswith(("torch.", "transformers.utils.")):
+                self._add_code(nn.Module, function)
 
     def _add_code(self, cls: type[nn.Module], function: Any) -> None:
         """Add what a function reads; ``cls`` has the methods that it names."""
@@ -330,7 +295,6 @@ class _Reading:
                 self._add_attribute(cls, name, inherited="super" in names)
 
     def _add_cells(self, function: Any) -> None:
-        """Add what a function reads from the functions around it."""
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             content = _contents(cell)
@@ -364,10 +328,6 @@ def _read_from_modules(function: Any) -> Iterator[tuple[ModuleType, str]]:
                     yield owner, step.argval
             elif step.opname not in _BETWEEN:
                 value = None
-
-
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
-_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -418,10 +378,11 @@ def with_others(function: Any, others: dict[str, Any], user: str) -> FunctionTyp
     """Return a function of the same code that reads others in the place of some globals.
 
     The others are globals of the same file under further names, so that the code finds all else in
-    its file with the values of the time of the call, and assigns to globals there.
+    its file with the values of the time of the call, and assigns to globals there. Decorators
+    around the function are copied.
 
     Args:
-        function: the function, maybe one that decorators wrap, which are copied then.
+        function: the function.
         others: name of a global -> what stands for it.
         user: the module of the rule; several of them change code of one file.
 
@@ -472,44 +433,13 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the plain methods of a class and its bases, up to ``nn.Module``."""
-    methods: dict[str, FunctionType] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, method in vars(base).items():
-            if name not in methods and isinstance(method, FunctionType):
-                methods[name] = method
-    return methods
-
-
-def methods_with(
-    cls: type[nn.Module], calls: set[str], replacement: Callable[[Any], Any]
-) -> dict[str, FunctionType]:
-    """Return the methods of a class that call some functions, with others in their place.
-
-    Args:
-        cls: the class.
-        calls: names of these functions.
-        replacement: returns what stands for a global, or ``None``.
-    """
-    methods = {}
-    for name, method in own_methods(cls).items():
-        takes_input = len(inspect.signature(inspect.unwrap(method)).parameters) > 1
-        changed = with_other(method, calls, replacement) if takes_input else None
-        if changed is not None:
-            methods[name] = changed
-    return methods
-
-
 def with_other(
-    function: Any, calls: set[str], replacement: Callable[[Any], Any]
+    function: Any, calls: set[str], replacement: Callable[[Any], Any], user: str
 ) -> FunctionType | None:
     """Return a function of the same code that calls others instead of some, or ``None``.
 
-    Args:
-        function: the function, maybe one that decorators wrap.
-        calls: names of the functions to replace.
-        replacement: returns what stands for a global, or ``None``.
+    ``calls`` are the names of some; ``replacement`` returns what stands for a global, or ``None``;
+    ``user`` is that of ``with_others``.
     """
     code: Any = inspect.unwrap(function)
     if calls.isdisjoint(names_in(code.__code__)):
@@ -517,31 +447,33 @@ def with_other(
     read = global_names(code.__code__) & code.__globals__.keys()
     replaced_by = {name: replacement(code.__globals__[name]) for name in read}
     others = {name: other for name, other in replaced_by.items() if other is not None}
-    return with_others(function, others, replacement.__module__) if others else None
+    return with_others(function, others, user) if others else None
 
 
-def copies_of_torch(
-    name: str, of_nn: dict[str, Any], of_functional: dict[str, Any]
-) -> tuple[ModuleType, ...]:
-    """Return modules that are ``torch``, ``torch.nn`` and its ``functional`` but for some values.
+def in_torch(
+    user: str, of_functional: dict[str, Any], of_nn: dict[str, Any]
+) -> Callable[[Any], Any]:
+    """Return a function that tells what stands for a global in code that uses others of torch.
 
-    Args:
-        name: of the module that uses them.
-        of_nn: what differs in ``torch.nn``.
-        of_functional: what differs in ``torch.nn.functional``.
+    These are the others themselves, and modules that are ``torch``, ``torch.nn`` and its
+    ``functional`` but for the others.
     """
-    functional = copy_of_module(F, name, of_functional)
-    of_torch = copy_of_module(nn, name, {"functional": functional, **of_nn})
-    return copy_of_module(torch, name, {"nn": of_torch}), of_torch, functional
+    functional = _copy_of_module(F, user, of_functional)
+    copy_of_nn = _copy_of_module(nn, user, {"functional": functional, **of_nn})
+    others = [(torch, _copy_of_module(torch, user, {"nn": copy_of_nn}))]
+    others += [(nn, copy_of_nn), (F, functional)]
+    others += [(getattr(F, name), other) for name, other in of_functional.items()]
+    others += [(getattr(nn, name), other) for name, other in of_nn.items()]
+    return lambda value: next((other for stock, other in others if stock is value), None)
 
 
-def copy_of_module(module: ModuleType, name: str, others: dict[str, Any]) -> ModuleType:
-    """Return a module that has ``others``, and all else of a module as that has it at the time.
+def _copy_of_module(module: ModuleType, user: str, others: dict[str, Any]) -> Any:
+    """Return a module with ``others``, and all else as a module has it at the time.
 
     It can be imported under the name of its user, as torch.compile does.
     """
-    name_of_copy = f"{name}.{module.__name__}"
-    copy = sys.modules[name_of_copy] = ModuleType(name_of_copy, module.__doc__)
+    name = f"{user}.{module.__name__}"
+    copy = sys.modules[name] = ModuleType(name, module.__doc__)
     vars(copy).update(others, __getattr__=functools.partial(getattr, module))
     return copy
 
@@ -566,17 +498,5 @@ def _known(function: Any, root: str) -> Any:
 
 
 def _root(owner: Any) -> str:
-    """Return the name of the package that ``owner``, a class or a module, belongs to."""
     name = owner.__module__ if inspect.isclass(owner) else owner.__name__
     return name.partition(".")[0]
-
-
-def _is_torchs(function: Any) -> bool:
-    return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
-
-
-def _home_of(function: Any) -> str | None:
-    """Return the name of the module that a function belongs to; ``None`` if it has no code."""
-    if not isinstance(function, FunctionType):
-        return None
-    return str(function.__globals__.get("__name__", ""))

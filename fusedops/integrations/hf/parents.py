@@ -1,8 +1,7 @@
 """Modules that their parent never calls: its forward reads their parameters.
 
-``nn.MultiheadAttention`` computes with ``self.out_proj.weight``, and torchvision's Swin with
-``self.qkv.weight``. To replace the forward of such a child would change nothing, and a report that
-counts it would be wrong. The code of the parent says it, as far as it names the child itself.
+``nn.MultiheadAttention`` computes with ``self.out_proj.weight``. To replace the forward of such a
+child would change nothing. The code of the parent says it, as far as it names the child itself.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from torch import nn
 from fusedops.integrations.hf.class_table import weakly_cached
 from fusedops.integrations.hf.original_code import with_inner
 from fusedops.integrations.hf.rules.rule import rule_of
+
+_PARAMETERS = ("weight", "bias", "p")
 
 
 def only_read(model: nn.Module) -> dict[nn.Module, str]:
@@ -36,15 +37,9 @@ def only_read(model: nn.Module) -> dict[nn.Module, str]:
     return {child: cls for child, cls in readers.items() if child not in called}
 
 
-_PARAMETERS = ("weight", "bias", "p")
-
-
 @weakly_cached
 def _read_children(cls: Any) -> frozenset[str]:
-    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else.
-
-    These are weights and biases, and the probability of a dropout.
-    """
+    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
     read: set[str] = set()
     other: set[str] = set()
     for code in _codes(cls):

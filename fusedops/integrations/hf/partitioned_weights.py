@@ -1,15 +1,12 @@
 """Parameters of which DeepSpeed's ZeRO-3 keeps a part here, and the hooks that gather them.
 
-Between two forwards such a parameter has no element, and its shape as ``ds_shape``. Hooks on every
-module gather its parameters before its forward and let them go afterwards. A fused forward that
-reads the weight of a child gets it too: the engine's dictionary of parameters gathers one that is
-read while another module runs, and has that module's own hooks gather it from then on, in the
-backward as well. So these hooks may be bypassed, as no others.
+Between two forwards such a parameter has no element, and its shape as ``ds_shape``. The engine's
+dictionary of parameters gathers one that is read while another module runs, and from then on that
+module's own hooks do, in the backward as well. So these hooks may be bypassed, as no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,11 +35,7 @@ def only_gather(module: Any) -> bool:
     """Return whether all hooks on ``module`` are those by which ZeRO-3 gathers its parameters."""
     if not gathers_on_access(module):
         return False
-    hooks: tuple[Iterable[Any], ...] = (
-        module._forward_hooks.values(),
-        module._forward_pre_hooks.values(),
-        module._backward_hooks.values(),
-        module._backward_pre_hooks.values(),
-    )
-    homes = (str(getattr(hook, "__module__", None)) for table in hooks for hook in table)
-    return all(home.startswith(_HOOKS) for home in homes)
+    forward = (module._forward_hooks, module._forward_pre_hooks)
+    tables = (*forward, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (hook for table in tables for hook in table.values())
+    return all(str(getattr(hook, "__module__", None)).startswith(_HOOKS) for hook in hooks)

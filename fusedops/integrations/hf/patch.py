@@ -1,9 +1,6 @@
 """``patch`` and ``unpatch``: fused ops into a model that exists, and out of it again.
 
-Nothing but the class of module instances changes (``rules/rule.py``), and the attribute
-in which transformers' models keep their loss (``losses.py``). Which rules there are depends on what
-the process has imported: a model of a family can only exist when the family's file is loaded, so
-that nothing is imported here that the model did not need.
+A model of a family can only exist when the family's file is loaded: nothing else is imported here.
 """
 
 from __future__ import annotations
@@ -21,22 +18,19 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import tables
-from fusedops.integrations.hf.calibration import calibrate as calibration
-from fusedops.integrations.hf.calibration import file
-from fusedops.integrations.hf.example_step import ExampleStep
+from fusedops.integrations.hf import calibration, tables
+from fusedops.integrations.hf.example_step import ExampleStep, step_time
 from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules.probes import resolution
 from fusedops.integrations.hf.rules.rule import (
     LEVELS,
     FusionPlan,
     PatchRule,
     Refusal,
+    resolution,
     rule_of,
 )
-from fusedops.integrations.hf.step_time import step_time
 
 
 def patch(
@@ -59,18 +53,16 @@ def patch(
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also attention by
             transformers' registry, matrix products with what follows them, experts and losses;
             ``"O3"`` also attention that a module's own code computes by
-            ``F.scaled_dot_product_attention``. Attention that code writes out is not replaced.
+            ``F.scaled_dot_product_attention``.
         strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
         calibrate: measure each class and shape of module, patched and stock, on the inputs that it
             receives in a step with ``example``, and keep the stock one if it is faster. This takes
             at most about two seconds for a model, and modules without time stay patched. The path
-            of a file stores the results: entries of the file are not measured again, and new
-            results are added to it.
+            of a file stores the results, and its entries are not measured again.
         example: inputs of the model: keywords as a mapping, positional arguments as a tuple, or a
             tensor. Steps are run with it, backward included where the model is in training, and
             the report says which share of the time fused ops take (``report.step``) and which
-            parameters receive gradients. The model's state stays: tensors, gradients, random
-            states, and attributes of modules.
+            parameters receive gradients. The model's state stays.
 
     Returns:
         A report with an entry per module, and one per loss of a transformers model; ``print`` shows
@@ -90,13 +82,9 @@ def patch(
         Patch after loading adapters and before ``fully_shard``. If the children of a fused module
         get hooks or adapters later, or something is changed that its original's code reads
         (``report.watched(module)``), the original forward runs meanwhile; ``describe`` shows it.
-        Libraries that compare exact classes (``torch.ao.quantization``) do not recognize patched
-        classes and skip them with a warning: call ``unpatch`` first. Calibration chooses by the
-        clock of this machine.
-        Each choice computes the same function, but two machines, or two processes on one machine,
-        may run different kernels for a module and round differently. With a file all processes on a
-        machine choose alike; if you need the same bits on all machines, do not calibrate.
-        A module that cannot be run alone is reported as not measured.
+        Call ``unpatch`` before libraries that compare exact classes (``torch.ao.quantization``).
+        Calibration chooses by the clock of this machine: two processes may run different kernels
+        for a module and round differently unless they read one file.
 
     Example:
         >>> import torch, fusedops
@@ -134,9 +122,8 @@ def patch(
 def _examined(
     report: PatchReport, step: ExampleStep, calibrate: bool | str | os.PathLike[str]
 ) -> PatchReport:
-    """Return the report with what steps of the stock and the patched model show."""
     model, stock_gradients = step.model, set[nn.Parameter]()
-    known = {} if isinstance(calibrate, bool) else file.read(calibrate)
+    known = {} if isinstance(calibrate, bool) else calibration.read(calibrate)
     if step.trains or calibrate is not False:
         patched = [module for module in model.modules() if rule_of(module) and not _covered(module)]
         recorder = calibration.Recorder(patched if calibrate is not False else ())
@@ -146,27 +133,23 @@ def _examined(
             with step.unchanged():
                 findings = calibration.calibrate(model, recorder, known)
             if not isinstance(calibrate, bool) and len(findings) > len(known):
-                file.write(calibrate, findings)
+                calibration.write(calibrate, findings)
             report = _report(model, report.level)
     gradients = step.run()
     missing = stock_gradients - gradients
     names = tuple(name for name, weight in model.named_parameters() if weight in missing)
-    entries = report.modules
-    if step.trains:
-        modules = dict(model.named_modules())
-        entries = tuple(
-            replace(entry, gradients=_gradients(modules[entry.name], gradients))
-            if entry.name in modules
-            else entry
-            for entry in entries
-        )
+    modules = dict(model.named_modules()) if step.trains else {}
+    entries = tuple(
+        replace(entry, gradients=_gradients(modules.get(entry.name), gradients))
+        for entry in report.modules
+    )
     measured = replace(step_time(step, entries), without_gradient=names)
     return replace(report, modules=entries, step=measured)
 
 
-def _gradients(module: nn.Module, gradients: set[nn.Parameter]) -> str:
+def _gradients(module: nn.Module | None, gradients: set[nn.Parameter]) -> str:
     """Return which parameters of a module require a gradient, and which of them received none."""
-    own = module.named_parameters(recurse=False)
+    own = [] if module is None else module.named_parameters(recurse=False)
     required = [(name, weight) for name, weight in own if weight.requires_grad]
     return ", ".join(name if weight in gradients else f"not {name}" for name, weight in required)
 
@@ -269,7 +252,7 @@ def register_attention() -> None:
     ``model.set_attn_implementation("fusedops")`` then run the attention of any family that uses
     transformers' registry on the fused ops: masks, caches and grouped heads as with ``sdpa``, and
     the soft-cap (Gemma 2) and sinks (GPT-OSS) that ``sdpa`` lacks. Attention weights are not
-    recorded. Nothing else in the model changes; ``patch`` does not need this call.
+    recorded. ``patch`` does not need this call.
 
     Raises:
         ImportError: transformers is not installed.
@@ -282,8 +265,8 @@ def register_experts() -> None:
 
     ``from_pretrained(..., experts_implementation="fusedops")`` and
     ``model.set_experts_implementation("fusedops")`` then run the experts of any family that uses
-    transformers' registry on the fused ops, under its expert parallelism as well. Nothing else in
-    the model changes; ``patch`` does not need this call.
+    transformers' registry on the fused ops, under its expert parallelism as well. ``patch`` does
+    not need this call.
 
     Raises:
         ImportError: transformers is not installed.
@@ -301,7 +284,6 @@ def _restore(model: nn.Module) -> None:
 
 
 def _losses() -> Any:
-    """Return the module that knows transformers' losses, which imports them."""
     return importlib.import_module("fusedops.integrations.hf.rules.losses")
 
 
@@ -312,10 +294,8 @@ def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _rules_of(model: nn.Module) -> dict[type, PatchRule | None]:
-    """Return the rule of each class of modules in a model, and of what it is derived from."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    layers = (cls for cls in classes if issubclass(cls, nn.Module))
-    return {cls: tables.rule_of_class(cls) for cls in layers}
+    """Return the rule of each class in a model; a plan for one asks what others are known as."""
+    return {cls: tables.rule_of_class(cls) for cls in map(type, model.modules())}
 
 
 def _covered(module: nn.Module) -> bool:
@@ -326,8 +306,10 @@ def _covered(module: nn.Module) -> bool:
 
 def _plan(rule: PatchRule, module: nn.Module) -> FusionPlan | Refusal:
     """Return the plan of a rule for an instance, which may be of a derived class."""
-    if _is_global(module, rule.original.__module__):
-        file = rule.original.__module__
+    file = rule.original.__module__
+    kept = vars(sys.modules[file]).values() if file in sys.modules and file != "__main__" else ()
+    has_parts = module._parameters or module._modules
+    if not has_parts and any(value is module for value in kept):  # transformers.activations.gelu
         return Refusal(f"it is a global of {file}, which other models may use")
     try:
         return rule.current_plan(module)
@@ -335,21 +317,12 @@ def _plan(rule: PatchRule, module: nn.Module) -> FusionPlan | Refusal:
         return Refusal(f"its state could not be read: {type(error).__name__}: {error}")
 
 
-def _is_global(module: nn.Module, file: str) -> bool:
-    """Return whether the file of a class keeps this activation for everybody.
-
-    ``transformers.activations.gelu`` is one module of all models of the process.
-    """
-    if module._parameters or module._modules or file == "__main__" or file not in sys.modules:
-        return False
-    return any(value is module for value in vars(sys.modules[file]).values())
-
-
 def _report(model: nn.Module, level: str) -> PatchReport:
-    rules, uncalled = _rules_of(model) | tables.rules(), only_read(model)
+    _rules_of(model)
+    uncalled = only_read(model)
     names = {module: name for name, module in model.named_modules()}
     owners = _owners(names)
-    entries = []
+    entries: list[ModuleReport | None] = []
     for module, name in names.items():
         rule, entry = rule_of(module), partial(ModuleReport, name, type(module).__name__)
         if name in owners:
@@ -359,25 +332,23 @@ def _report(model: nn.Module, level: str) -> PatchReport:
         elif rule is not None:
             entries.append(_entry_of_patched(name, module, rule))
         elif module in uncalled:
-            entries.append(entry(False, reason=_ONLY_READ.format(uncalled[module])))
+            reason = f"{uncalled[module]} reads its parameters and does not call it"
+            entries.append(entry(False, reason=reason))
         elif (refusal := tables.refusal_of_class(type(module))) is not None:
             entries.append(entry(False, reason=refusal))
-        elif (original := _rule_for(module, rules)) is not None:
-            refused = _entry_of_refused(name, module, original, level)
-            entries += [] if refused is None else [refused]
+        elif (original := _rule_for(module)) is not None:
+            entries.append(_entry_of_refused(name, module, original, level))
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
-            entries.append(entry(False, reason=_NO_RULE))
+            entries.append(entry(False, reason="there is no rule for this class"))
     entries += [_losses().entry(name, owner, level) for name, owner in _loss_owners(model)]
-    return PatchReport(type(model).__name__, level, tuple(entries))
+    listed = tuple(entry for entry in entries if entry is not None)
+    return PatchReport(type(model).__name__, level, listed)
 
 
-_NO_RULE = "there is no rule for this class"
-_ONLY_READ = "{} reads its parameters and does not call it"
-
-
-def _rule_for(module: nn.Module, rules: dict[type, PatchRule | None]) -> PatchRule | None:
+def _rule_for(module: nn.Module) -> PatchRule | None:
     """Return the rule for the class of ``module``, or for one that it was derived from."""
-    return next((rules[cls] for cls in type(module).__mro__ if rules.get(cls) is not None), None)
+    layers = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+    return next(filter(None, map(tables.rule_of_class, layers)), None)
 
 
 def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, str]]:
@@ -416,31 +387,26 @@ def _entry_of_refused(
     name: str, module: nn.Module, rule: PatchRule, level: str
 ) -> ModuleReport | None:
     """Return the entry of an unpatched module, ``None`` where the rule does not concern it."""
-    cls = type(module).__name__
-    plan = _plan(rule, module)
+    plan, reason = _plan(rule, module), "not patched"
+    finding, failed = calibration.finding_of(module), False
     if isinstance(plan, Refusal) and not plan.concerns:
         return None
-    finding = calibration.finding_of(module)
     if finding is not None:
-        return ModuleReport(name, cls, False, reason=str(finding))
-    if type(module).__module__.startswith("fusedops."):
-        return ModuleReport(name, cls, False, reason=_OWN)
-    if level == "-":
-        return ModuleReport(name, cls, False, reason="not patched")
-    if type(module) is not rule.original:
-        reason = _derived(rule, module)
-    elif level < rule.level:
-        reason = f"from level {rule.level} on"
-    else:
-        reason = plan.reason if isinstance(plan, Refusal) else "not patched"
-    return ModuleReport(name, cls, False, reason=reason, failed=level >= rule.level)
-
-
-_OWN = "it calls fused ops itself"
+        reason = str(finding)
+    elif type(module).__module__.startswith("fusedops."):
+        reason = "it calls fused ops itself"
+    elif level != "-":
+        failed = level >= rule.level
+        if type(module) is not rule.original:
+            reason = _derived(rule, module)
+        elif not failed:
+            reason = f"from level {rule.level} on"
+        elif isinstance(plan, Refusal):
+            reason = plan.reason
+    return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
 
 
 def _derived(rule: PatchRule, module: nn.Module) -> str:
-    """Return why a class that was derived from one with a rule is left alone."""
     cls, base = type(module), rule.original.__name__
     # The classes that fully_shard and parametrizations make for an instance have no place in code.
     local = "<locals>" in cls.__qualname__

@@ -36,17 +36,12 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class StockTime:
-    """Time that a class of modules spends in operators that are not fused.
+    """Time that a class of modules spends in operators that are not fused."""
 
-    Attributes:
-        cls: its name, or that no module called them.
-        ms: milliseconds in a step.
-        reason: why its modules were not replaced; ``None``: they were, and this is the rest, or
-            they only call others.
-    """
-
-    cls: str
-    ms: float
+    cls: str  # its name, or that no module called them
+    ms: float  # milliseconds in a step
+    # Why its modules were not replaced; ``None``: they were, and this is the rest, or they only
+    # call others
     reason: str | None
 
     @property
@@ -61,19 +56,13 @@ class StockTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of a measured step goes.
+    """Where the time of a measured step goes."""
 
-    Attributes:
-        ms: milliseconds in operators, forward and backward; Python's time is not counted.
-        fused_ms: those in fused ops.
-        stock: the others by class of module, the longest first.
-        without_gradient: names of the parameters that receive a gradient in the step of the stock
-            model, and none in that of this model: an adapter that would not be trained.
-    """
-
-    ms: float
-    fused_ms: float
-    stock: tuple[StockTime, ...]
+    ms: float  # milliseconds in operators, forward and backward; Python's time is not counted
+    fused_ms: float  # those in fused ops
+    stock: tuple[StockTime, ...]  # the others by class of module, the longest first
+    # Names of the parameters that receive a gradient in the step of the stock model, and none in
+    # that of this model: an adapter that would not be trained
     without_gradient: tuple[str, ...] = ()
 
     @property

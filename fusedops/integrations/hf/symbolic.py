@@ -8,10 +8,9 @@ are nested tuples, written in one way however the code writes them (``torch_oper
 * ``("call", path, x)``: a child, called on ``x``,
 * ``(operation, *arguments)``: a function or method of torch; keywords follow as ``(name, value)``.
 
-No instance is needed. Where the code asks whether an attribute is true, it is run once for either
-answer, and each result is a ``Path`` with the answers that lead to it. Code that asks for anything
-else (a shape, a value, a type, the state of the process), or that changes something, has no
-expression.
+No instance is needed. Where the code asks something about an attribute, it is run once for either
+answer, and each result is a ``Path`` with the answers that lead to it. Code that asks for a shape
+or the state of the process, or that changes something, has no expression.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -43,21 +42,17 @@ from fusedops.integrations.hf.torch_operations import (
 INPUT = ("input",)
 
 _MOST_PATHS = 8
+_NO_OPERATION = ("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL")
 
 
 class Question(NamedTuple):
-    """What code asks about an attribute of the module.
+    """What code asks about an attribute of the module."""
 
-    Attributes:
-        path: of the attribute.
-        comparison: a function of ``operator``; ``"truth"``; ``"tensor"``: whether it is one; or
-            ``"one dtype"``: whether all floating parameters of the module have one dtype.
-        value: what it is compared with.
-    """
-
-    path: str
+    path: str  # of the attribute
+    # A function of ``operator``; ``"truth"``; ``"tensor"``: whether it is one; or ``"one dtype"``:
+    # whether all floating parameters of the module have one dtype
     comparison: str = "truth"
-    value: float | str | torch.dtype | None = None
+    value: float | str | torch.dtype | None = None  # what it is compared with
 
     def answer(self, module: nn.Module) -> bool:
         """Return the answer for a module in its current state."""
@@ -82,15 +77,10 @@ def _dtypes(module: nn.Module) -> Iterator[torch.dtype]:
 
 
 class Path(NamedTuple):
-    """What one way through a method computes.
-
-    Attributes:
-        result: the expression.
-        answers: those that lead to it.
-    """
+    """What one way through a method computes."""
 
     result: Expression
-    answers: tuple[tuple[Question, bool], ...] = ()
+    answers: tuple[tuple[Question, bool], ...] = ()  # those that lead to it
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether a module takes this way now."""
@@ -134,15 +124,6 @@ def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _needed_inputs(function: FunctionType) -> list[str]:
-    """Return the names of the arguments behind the first that a call must give."""
-    return [
-        parameter.name
-        for parameter in list(inspect.signature(function).parameters.values())[2:]
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-
-
 # What changes something that outlives the call, or needs more than values.
 _FORBIDDEN_OPERATIONS = {
     *("CONTAINS_OP", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "IMPORT_NAME"),
@@ -155,10 +136,7 @@ _FORBIDDEN_NAMES = {
     *("no_grad", "enable_grad", "inference_mode", "autocast", "finfo", "initial_seed", "data"),
     *(name for name in dir(torch) if name.startswith(("is_", "are_", "get_", "set_", "rand"))),
 }
-
-
-_KNOWN_GLOBALS = (torch, F, nn, math)
-_KNOWN_BUILTINS = (float, int, bool, range, tuple, list)
+_KNOWN_GLOBALS = (torch, F, nn, math, float, int, bool, range, tuple, list)
 
 
 def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
@@ -188,9 +166,9 @@ def _has_expression(function: FunctionType, is_method: bool) -> bool:
                 continue
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
-                answered = value is isinstance or _is_refused(value)
-                known = value is function or _is_known(value)
-                if not known and not (is_method and answered):
+                # The run of a method answers for these.
+                answered = is_method and (value is isinstance or _is_refused(value))
+                if value is not function and not answered and not _is_known(value):
                     return False
             elif step.opname != "LOAD_CONST" and name in _FORBIDDEN_NAMES:
                 return False
@@ -202,10 +180,8 @@ def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
     """Return the attributes that a function compares with ``None``.
 
     A symbol cannot answer that, so such an attribute is ``None`` on one way and none on the other.
-    An argument with a default that is not assigned again has its default or is a symbol.
-
-    Returns:
-        ``None`` where something else than an attribute or such an argument is compared.
+    An argument with a default that is not assigned again has its default or is a symbol. If
+    something else is compared, there is no answer: ``None``.
     """
     steps = [step for step in dis.get_instructions(function) if step.opname not in _NO_OPERATION]
     with_default = {
@@ -230,14 +206,11 @@ def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
     return frozenset(names)
 
 
-_NO_OPERATION = ("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL")
-
-
 def _is_known(value: Any) -> bool:
     """Return whether a global may be read by code that runs on symbols."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return True
-    if any(value is other for other in (*_KNOWN_GLOBALS, *_KNOWN_BUILTINS)):
+    if any(value is other for other in _KNOWN_GLOBALS):
         return True
     return (callable(value) and value in NAMES) or _is_runnable(value)
 
@@ -253,29 +226,30 @@ class _Run:
     def __init__(self, cls: type[nn.Module], answers: list[tuple[Question, bool]]) -> None:
         self.cls = cls
         self.answers = dict(answers)
-        self.module = _Module(self, "")
+        self.module = _Module(self, ("attribute", ""))
         self.may_be_none: set[str] = set()
 
     def result(self, function: FunctionType) -> Expression | None:
         """Return what a method computes on this way, or ``None`` if that is no expression."""
         try:
-            others = {name: _Symbol(self, ("input", name)) for name in _needed_inputs(function)}
+            others = {
+                parameter.name: _Symbol(self, ("input", parameter.name))
+                for parameter in list(inspect.signature(function).parameters.values())[2:]
+                if parameter.default is parameter.empty
+                and parameter.kind is not parameter.VAR_KEYWORD
+            }
             return _plain(self.call(function, (_Symbol(self, INPUT),), others))
         except Exception:  # whatever the code does on symbols that it would not do on tensors
             return None
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a method of the class."""
         if not _is_runnable(function, is_method=True):
             raise NoExpressionError
         self.may_be_none |= _compared_with_none(function) or set()
-        namespace: dict[str, Any] = {"isinstance": self.is_instance}
-        for name in function.__code__.co_names:
-            if _is_refused(function.__globals__.get(name)):
-                namespace[name] = _no_answer
-        if namespace.keys() & set(function.__code__.co_names):
-            function = with_globals(function, function.__globals__ | namespace)
-        return function(self.module, *args, **kwargs)
+        read = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        others = {name: _no_answer for name, value in read.items() if _is_refused(value)}
+        namespace = function.__globals__ | {"isinstance": self.is_instance} | others
+        return with_globals(function, namespace)(self.module, *args, **kwargs)
 
     def is_instance(self, value: Any, kinds: Any) -> bool:
         """Answer whether an attribute is a tensor."""
@@ -284,7 +258,6 @@ class _Run:
         return self.answer(Question(value._path, "tensor"))
 
     def answer(self, question: Question) -> bool:
-        """Return the answer on this way."""
         return self.answers.setdefault(question, True)
 
     def attribute(self, path: str, name: str) -> Any:
@@ -299,7 +272,7 @@ class _Run:
             raise NoExpressionError
         if callable(value):
             return lambda *args, **kwargs: self.call(value, args, kwargs)
-        return _Module(self, full_path)
+        return _Module(self, ("attribute", full_path))
 
 
 def _no_answer(*_: Any, **__: Any) -> Any:
@@ -309,17 +282,14 @@ def _no_answer(*_: Any, **__: Any) -> Any:
 class _Value:
     """A value of the run, on which operators and functions of torch make others."""
 
-    _run: _Run
-
-    def _expression(self) -> Expression:
-        raise NotImplementedError
+    def __init__(self, run: _Run, content: Expression) -> None:
+        self._run, self._content = run, content
 
     def _apply(self, name: str, *args: Any, **kwargs: Any) -> _Symbol:
         return _Symbol(self._run, operation(name, _plain(args), _plain(kwargs)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make the expression of a call of torch's function."""
         name = NAMES.get(func)
         if name is None:
             raise NoExpressionError
@@ -348,29 +318,24 @@ class _Method:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[_Value, Any], _Symbol]:
-    def calculate(self: _Value, other: Any) -> _Symbol:
-        return self._apply(name, other, self) if reflected else self._apply(name, self, other)
-
-    return calculate
-
-
 for _name, _method in (
     *(("add", "add"), ("mul", "mul"), ("sub", "sub"), ("div", "truediv"), ("pow", "pow")),
     ("matmul", "matmul"),
 ):
-    setattr(_Value, f"__{_method}__", _arithmetic(_name))
-    setattr(_Value, f"__r{_method}__", _arithmetic(_name, reflected=True))
+    setattr(
+        _Value, f"__{_method}__", lambda self, other, name=_name: self._apply(name, self, other)
+    )
+    setattr(
+        _Value, f"__r{_method}__", lambda self, other, name=_name: self._apply(name, other, self)
+    )
 
 
 class _Module(_Value):
     """The module, or an attribute of it whose kind is not known: a child, a tensor, a number."""
 
-    def __init__(self, run: _Run, path: str) -> None:
-        self._run, self._path = run, path
-
-    def _expression(self) -> Expression:
-        return "attribute", self._path
+    @property
+    def _path(self) -> str:
+        return str(self._content[1])
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS and self._path:
@@ -387,28 +352,18 @@ class _Module(_Value):
     def __bool__(self) -> bool:
         return self._run.answer(Question(self._path))
 
-
-def _comparison(name: str) -> Callable[[_Module, Any], bool]:
-    def compare(self: _Module, other: Any) -> bool:
+    def _compare(self, name: str, other: Any) -> bool:
         if type(other) not in (bool, int, float, str, torch.dtype):
             raise NoExpressionError
         return self._run.answer(Question(self._path, name, other))
 
-    return compare
-
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(_Module, f"__{_name}__", _comparison(_name))
+    setattr(_Module, f"__{_name}__", functools.partialmethod(_Module._compare, _name))
 
 
 class _Symbol(_Value):
     """The input, or a result."""
-
-    def __init__(self, run: _Run, expression: Expression) -> None:
-        self._run, self._content = run, expression
-
-    def _expression(self) -> Expression:
-        return self._content
 
     def __getattr__(self, name: str) -> Any:
         if name == "dtype":
@@ -417,21 +372,19 @@ class _Symbol(_Value):
             raise NoExpressionError
         return _Method(self, name)
 
-    def _same_dtype(self, other: Any) -> bool:
+    def __eq__(self, other: Any) -> Any:
         """Return whether the dtype of a result is that of a parameter.
 
         A cast changes no value where it is, so that each answer is right for any module; of one
         dtype alone, the products around it may be one op.
         """
-        if self._content[0] != "dtype" or not _is_dtype_of_attribute(other):
+        is_parameters = type(other) is _Module and other._path.endswith(".dtype")
+        if self._content[0] != "dtype" or not is_parameters:
             raise NoExpressionError
         return self._run.answer(Question("", "one dtype"))
 
-    def __eq__(self, other: Any) -> Any:
-        return self._same_dtype(other)
-
     def __ne__(self, other: Any) -> Any:
-        return not self._same_dtype(other)
+        return not self == other
 
     __hash__ = None
 
@@ -455,14 +408,9 @@ class _Symbol(_Value):
     __bool__ = _no_answer
 
 
-def _is_dtype_of_attribute(value: Any) -> bool:
-    return type(value) is _Module and value._path.endswith(".dtype")
-
-
 def _plain(value: Any) -> Any:
-    """Return a value of the run as an expression."""
     if isinstance(value, _Value):
-        return value._expression()
+        return value._content
     if isinstance(value, tuple | list):
         return tuple(_plain(element) for element in value)
     if isinstance(value, dict):

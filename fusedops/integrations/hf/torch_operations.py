@@ -69,8 +69,12 @@ def operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expre
             return "cast", args[0], ("dtype", args[1])
         case "to":
             return "cast", given["input"], given["dtype"]
+        case "pow" if given["exponent"] == 2:
+            return "square", given["input"]
+        case "pow" if given["exponent"] == -0.5:
+            return "rsqrt", given["input"]
         case "pow":
-            return _power(given["input"], given["exponent"])
+            return name, given["input"], given["exponent"]
         case "mul" if is_same_value(*args):
             return "square", args[0]
         case "div":
@@ -99,14 +103,6 @@ def _may_draw(expression: Expression) -> bool:
     if not isinstance(expression, tuple) or not expression:
         return False
     return expression[0] in ("call", "dropout") or any(map(_may_draw, expression))
-
-
-def _power(base: Expression, exponent: Expression) -> Expression:
-    if exponent == 2:
-        return "square", base
-    if exponent == -0.5:
-        return "rsqrt", base
-    return "pow", base, exponent
 
 
 def _quotient(above: Expression, below: Expression) -> Expression:

@@ -1,9 +1,7 @@
 """Fused modules for Megatron-Core's specs (0.16), in place of its local ones.
 
-    from fusedops.integrations.megatron import layer_spec
-    model = GPTModel(config, transformer_layer_spec=layer_spec(), ...)
-
-Importing this package imports Megatron-Core.
+from fusedops.integrations.megatron import layer_spec
+model = GPTModel(config, transformer_layer_spec=layer_spec(), ...)
 """
 
 from fusedops._core import imports as _imports

@@ -24,11 +24,10 @@ _EVERYTHING = (-1, -1)
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention):
-    """Megatron's ``DotProductAttention`` with the fused op.
+    """Megatron's ``DotProductAttention`` with the fused op, and packed sequences.
 
-    Masked scores weigh nothing; a query that may see nothing gets 0, where Megatron's finite mask
-    gives it the mean of all values. As there, a layer with a window does not look at the mask. What
-    Megatron leaves to other implementations and this one has: packed sequences.
+    A query that may see nothing gets 0, where Megatron's finite mask gives it the mean of all
+    values. As there, a layer with a window does not look at the mask.
     """
 
     def forward(
@@ -57,8 +56,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
             ``[Sq, batch, heads * D]``, or ``[tokens, heads * D]``.
 
         Raises:
-            UnsupportedError: there is a bias, or padding between packed sequences that are not
-                causal.
+            UnsupportedError: a bias, or padding between packed sequences that are not causal.
         """
         if attention_bias is not None:
             raise UnsupportedError("megatron: attention_bias has no place in DotProductAttention")
@@ -67,16 +65,12 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         if not packed and not runs_here(query):
             return super().forward(query, key, value, attention_mask, attn_mask_type)
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        with self._random_state(dropout_p):
+        # Tensor-parallel ranks draw differently.
+        same = dropout_p == 0.0 or self.config.sequence_parallel
+        with nullcontext() if same else tensor_parallel.get_cuda_rng_tracker().fork():
             if packed:
                 return self._packed(query, key, value, kind, packed_seq_params, dropout_p)
             return self._dense(query, key, value, kind, attention_mask, dropout_p)
-
-    def _random_state(self, dropout_p: float) -> Any:
-        """Return the context in which tensor-parallel ranks draw differently."""
-        if dropout_p == 0.0 or self.config.sequence_parallel:
-            return nullcontext()
-        return tensor_parallel.get_cuda_rng_tracker().fork()
 
     def _options(self, dropout_p: float) -> dict[str, Any]:
         # With apply_query_key_layer_scaling the layer's number divides here and multiplies there.
@@ -129,24 +123,21 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         params: Any,
         dropout_p: float,
     ) -> torch.Tensor:
-        ends = []
+        ends, longest = [], []
         for side in ("q", "kv"):
-            ends.append(getattr(params, f"cu_seqlens_{side}"))
+            cu_seqlens = getattr(params, f"cu_seqlens_{side}")
             padded = getattr(params, f"cu_seqlens_{side}_padded")
-            if padded is not None and padded is not ends[-1]:
+            if padded is not None and padded is not cu_seqlens:
                 # Padding after a sequence comes after all that its queries may see.
                 if kind not in _CAUSAL:
                     raise UnsupportedError(
                         f"megatron: padding between packed sequences (cu_seqlens_{side}_padded) "
                         f"needs a causal mask type, got {kind}"
                     )
-                ends[-1] = padded
-        longest = [
-            int(cu_seqlens.diff().max()) if most is None else int(most)
-            for cu_seqlens, most in zip(
-                ends, (params.max_seqlen_q, params.max_seqlen_kv), strict=True
-            )
-        ]
+                cu_seqlens = padded
+            most = getattr(params, f"max_seqlen_{side}")
+            ends.append(cu_seqlens)
+            longest.append(int(cu_seqlens.diff().max()) if most is None else int(most))
         output = attention_varlen(
             query,
             key,

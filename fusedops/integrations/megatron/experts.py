@@ -13,7 +13,8 @@ import torch
 from megatron.core.transformer.moe import experts
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.megatron.feed_forward import activation_name, gated
+from fusedops.integrations.hf.rules.chain import gated_product
+from fusedops.integrations.megatron.feed_forward import activation_name
 from fusedops.ops.grouped_mm import grouped_mm
 
 
@@ -63,8 +64,8 @@ class GroupedMLP(experts.GroupedMLP):
         first = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
         second = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
         if self.config.gated_linear_unit:
-            hidden = gated(grouped_mm(rows, first, offsets), self.activation_name)
-            assert hidden is not None  # Megatron's constructor takes silu and gelu only
+            gate, up = grouped_mm(rows, first, offsets).chunk(2, dim=-1)
+            hidden = gated_product(gate, up, self.activation_name)  # Megatron has silu and gelu
         else:
             hidden = grouped_mm(rows, first, offsets, activation=self.activation_name)
         if not self.config.moe_apply_probs_on_input:

@@ -20,13 +20,18 @@ from megatron.core.transformer.moe import experts, shared_experts
 from megatron.core.utils import get_pg_size
 
 from fusedops.integrations.hf.original_code import is_plain
-from fusedops.integrations.hf.rules.rule import global_hooks, runs_here
+from fusedops.integrations.hf.rules.chain import GATES, GELUS, gated_product
+from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
+    Refusal,
+    global_hooks,
+    hooks_obstacle,
+    runs_here,
+)
 from fusedops.ops.bias_gelu import bias_gelu
-from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
-from fusedops.ops.swiglu import swiglu
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 _NAMES = {
@@ -36,7 +41,7 @@ _NAMES = {
     activations.quick_gelu: "fast_gelu",
     fused_bias_geglu.quick_gelu: "fast_gelu",
 }
-_GELUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
+_NO_OP = Refusal("no fused op has its activation behind these layers")
 
 
 def activation_name(config: Any) -> str | None:
@@ -54,58 +59,31 @@ def activation_name(config: Any) -> str | None:
     return _NAMES.get(config.activation_func)
 
 
-def gated(hidden: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return ``activation(gate) * up`` of the two halves, ``None`` where no op has it."""
-    gate, up = hidden.chunk(2, dim=-1)
-    if name == "silu":
-        return swiglu(gate, up)
-    return geglu(gate, up, _GELUS[name]) if name in _GELUS else None
-
-
 def _is_product(linear: Any) -> bool:
-    """Return whether the layer does nothing but a product, and nobody watches it."""
+    """Return whether the layer does nothing but a product, and has no hooks."""
     if type(linear) not in _LINEARS:
         return False
     alone = linear.explicit_expert_comm or get_pg_size(linear.tp_group) == 1
     extra = linear.gradient_accumulation_fusion or linear.config._cpu_offloading_context is not None
-    watched = (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or "forward" in vars(linear)
-        or global_hooks() is not None
-    )
-    return alone and not extra and not watched and is_plain(linear.weight)
+    hooks = hooks_obstacle("the layer", linear) or global_hooks()
+    return alone and not extra and hooks is None and is_plain(linear.weight)
 
 
-def fused_op(layer: Any) -> str | None:
-    """Return the op that does most of a feed-forward layer in its current state, or ``None``."""
-    name = activation_name(layer.config)
+def plan(layer: Any) -> FusionPlan | Refusal:
+    """Return the op that does most of a feed-forward layer in its current state, or why none."""
+    name, first = activation_name(layer.config), layer.linear_fc1
     if name is None:
-        return None
-    first = layer.linear_fc1
+        return _NO_OP
     product = _is_product(first)
     if layer.config.gated_linear_unit:
         if product and first.bias is None:
-            return "linear_glu"
-        return "swiglu" if name == "silu" else "geglu" if name in _GELUS else None
+            return FusionPlan(("linear_glu",), ("linear_fc1",))
+        return FusionPlan(("swiglu" if name == "silu" else "geglu",)) if name in GATES else _NO_OP
+    if product and _is_product(layer.linear_fc2):
+        return FusionPlan(("mlp",), ("linear_fc1", "linear_fc2"))
     if product:
-        return "mlp" if _is_product(layer.linear_fc2) else "linear_act"
-    return "bias_gelu" if name in _GELUS and first.bias is not None else None
-
-
-_LAYERS = {
-    "linear_glu": ("linear_fc1",),
-    "linear_act": ("linear_fc1",),
-    "mlp": ("linear_fc1", "linear_fc2"),
-}
-
-
-def fused_layers(layer: Any) -> tuple[str, ...]:
-    """Return the linear layers whose products are part of that op."""
-    op = fused_op(layer)
-    return () if op is None else _LAYERS.get(op, ())
+        return FusionPlan(("linear_act",), ("linear_fc1",))
+    return FusionPlan(("bias_gelu",)) if name in GELUS and first.bias is not None else _NO_OP
 
 
 class MLP(megatron_mlp.MLP):
@@ -118,33 +96,29 @@ class MLP(megatron_mlp.MLP):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output and the bias that is left to add, as Megatron's."""
-        op, name = fused_op(self), activation_name(self.config)
-        if op is None or name is None or not runs_here(hidden_states) or hidden_states.numel() == 0:
+        fusion, name = plan(self), activation_name(self.config)
+        runs = runs_here(hidden_states) and hidden_states.numel() > 0
+        if isinstance(fusion, Refusal) or name is None or not runs:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        first, second = self.linear_fc1, self.linear_fc2
+        (op,), first, second = fusion.ops, self.linear_fc1, self.linear_fc2
         if op == "mlp" and per_token_scale is None:
             weights = (first.weight, first.bias, second.weight, None)
             return mlp(hidden_states, *weights, activation=name), second.bias
-        hidden = self._hidden(hidden_states, op, name)
+        if op == "linear_glu":
+            hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
+        elif op in ("mlp", "linear_act"):
+            hidden = linear_act(hidden_states, first.weight, first.bias, activation=name)
+        elif op == "bias_gelu":
+            hidden = bias_gelu(*first(hidden_states), GELUS[name])
+        else:
+            hidden, bias = first(hidden_states)
+            gate, up = (hidden if bias is None else hidden + bias).chunk(2, dim=-1)
+            hidden = gated_product(gate, up, name)
         if per_token_scale is None:
             return second(hidden)
         scale = per_token_scale.unsqueeze(-1)
         output, bias = second((hidden * scale).to(hidden.dtype))
         return output if bias is None else output + bias * scale, None
-
-    def _hidden(self, hidden_states: torch.Tensor, op: str, name: str) -> torch.Tensor:
-        """Return what the second linear layer is applied to."""
-        first = self.linear_fc1
-        if op == "linear_glu":
-            return linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
-        if op in ("mlp", "linear_act"):
-            return linear_act(hidden_states, first.weight, first.bias, activation=name)
-        hidden, bias = first(hidden_states)
-        if op == "bias_gelu":
-            return bias_gelu(hidden, bias, _GELUS[name])
-        halves = gated(hidden if bias is None else hidden + bias, name)
-        assert halves is not None  # fused_op has seen to it
-        return halves
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):

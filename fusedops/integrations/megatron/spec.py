@@ -67,8 +67,9 @@ def fused_spec(spec: Any) -> Any:
     Raises:
         UnsupportedError: there is nothing in it that could be replaced.
     """
-    fused, count = _fused(spec)
-    if count == 0:
+    replaced: list[Any] = []
+    fused = _fused(spec, replaced)
+    if not replaced:
         raise UnsupportedError(
             "megatron: nothing in this spec is a local module; Transformer Engine's stay as they "
             "are: start from get_gpt_layer_local_spec or use_transformer_engine=False"
@@ -85,23 +86,19 @@ def layer_spec(**options: Any) -> Any:
     Args:
         **options: those of Megatron's ``get_gpt_layer_local_spec``: ``num_experts``,
             ``moe_grouped_gemm``, ``qk_layernorm``, ``normalization`` ...
-
-    Returns:
-        A ``ModuleSpec``.
     """
     return fused_spec(gpt_layer_specs.get_gpt_layer_local_spec(**options))
 
 
-def _fused(value: Any) -> tuple[Any, int]:
-    """Return ``value`` with our modules, and how many there are."""
+def _fused(value: Any, replaced: list[Any]) -> Any:
+    """Return ``value`` with our modules, and list those that it had."""
     if isinstance(value, list):
-        pairs = [_fused(spec) for spec in value]
-        return [spec for spec, _ in pairs], sum(count for _, count in pairs)
+        return [_fused(spec, replaced) for spec in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        changes = {name: _fused(getattr(value, name)) for name in names}
-        specs = {name: spec for name, (spec, _) in changes.items()}
-        return dataclasses.replace(value, **specs), sum(count for _, count in changes.values())
-    if isinstance(value, type) or callable(value):
-        return (_OURS[value], 1) if value in _OURS else (value, 0)
-    return value, 0
+        changes = {name: _fused(getattr(value, name), replaced) for name in names}
+        return dataclasses.replace(value, **changes)
+    if callable(value) and value in _OURS:
+        replaced.append(value)
+        return _OURS[value]
+    return value

@@ -1,9 +1,8 @@
 """Modules of the patched classes that no table names, one for each file of originals.
 
-The class for ``transformers.models.granite.modeling_granite.GraniteMLP`` is ``GraniteMLP`` in
+``modeling_granite.GraniteMLP`` of transformers is replaced by a class of that name in
 ``fusedops.integrations.hf.patched.transformers.models.granite.modeling_granite``. These modules
-have no files: importing one, as pickling does in another process, makes it, and reading a class of
-it makes the class.
+have no files: importing one makes it, and reading a class of it makes the class.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ def module_of(original: type | FunctionType) -> str:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules below this package."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

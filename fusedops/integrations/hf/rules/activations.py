@@ -1,7 +1,6 @@
 """Which activation a module or a function of torch computes, by the names of ``linear_act``.
 
-A module's activation is known by its class, never by a name in a configuration. ``torch_modules``
-and ``transformers_modules`` enter the classes that they know.
+``torch_modules`` and ``transformers_modules`` enter the classes that they know.
 """
 
 from __future__ import annotations
@@ -26,27 +25,17 @@ FUNCTIONS: dict[Any, str] = {}
 
 
 class Function(NamedTuple):
-    """A function of torch that is an activation.
+    """A function of torch that is an activation."""
 
-    Attributes:
-        name: of the function: ``"silu"``, ``"relu"``, ``"relu2"``, ``"gelu"``, or ``"swish"``:
-            ``x * sigmoid(slope * x)``.
-        parameter: GELU's ``approximate``, or the slope of ``"swish"``; or where a module keeps it:
-            ``("attribute", path)``.
-    """
-
-    name: str
+    name: str  # "silu", "relu", "relu2", "gelu", or "swish": ``x * sigmoid(slope * x)``
+    # GELU's ``approximate``, or the slope of "swish"; or ``("attribute", path)`` in the module
     parameter: str | float | tuple[str, str] = "none"
 
 
 class DropoutFunction(NamedTuple):
-    """``F.dropout`` in training.
+    """``F.dropout`` in training."""
 
-    Attributes:
-        probability: the number, or where the module keeps it: ``("attribute", path)``.
-    """
-
-    probability: float | tuple[str, str]
+    probability: float | tuple[str, str]  # or where the module keeps it: ``("attribute", path)``
 
     def of(self, module: Any) -> float:
         """Return the probability with which it drops now."""
@@ -55,11 +44,7 @@ class DropoutFunction(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A factor.
-
-    Attributes:
-        factor: the number, or where the module keeps it: ``("attribute", path)``.
-    """
+    """A factor, or where the module keeps it: ``("attribute", path)``."""
 
     factor: float | tuple[str, str]
 
@@ -79,7 +64,6 @@ def apply(
 
 
 def _function(module: Any, step: Function) -> Any:
-    """Return an activation as the code computes it."""
     parameter = at(module, step.parameter)
     if step.name == "gelu":
         return partial(F.gelu, approximate=parameter)
@@ -96,46 +80,28 @@ def activation_name(module: Any) -> str | None:
     return known(module) if callable(known) else known
 
 
-def known_activation(module: Any) -> str:
-    """Return the name of the activation that a module computes, which must be known."""
-    name = activation_name(module)
-    assert name is not None
-    return name
-
-
-def activation_obstacle(name: str, module: Any) -> str | None:
-    """Return why the activation ``module`` cannot be part of a fused op, or ``None``."""
-    if activation_name(module) is None:
-        return f"{name} is a {type(module).__name__}, which is no activation of linear_act"
-    if not isinstance(module, nn.Module):
-        return None
-    return bypass_obstacle(name, module, (type(module),))
-
-
-def name_in(module: Any, activation: str | Function) -> str | None:
-    """Return the name of the activation that is a child of ``module``, or a function."""
+def activation_in(module: Any, activation: str | Function) -> tuple[str | None, str | None]:
+    """Return the name of an activation of ``module``, and why no op may include it, or ``None``."""
     if isinstance(activation, str):
-        return activation_name(value_of(module, activation))
+        child = value_of(module, activation)
+        name, reason = activation_name(child), None
+        if name is None:
+            cls = type(child).__name__
+            reason = f"{activation} is a {cls}, which is no activation of linear_act"
+        elif isinstance(child, nn.Module):
+            reason = bypass_obstacle(activation, child, (type(child),))
+        return name, reason
+    if activation.name not in FORMS:
+        return activation.name, None
     parameter = at(module, activation.parameter)
-    if activation.name == "gelu":
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(parameter)
-    if activation.name == "swish":
-        return {1.0: "silu", FAST_GELU_SLOPE: "fast_gelu"}.get(parameter)
-    return activation.name
+    name = FORMS[activation.name].get(parameter)
+    if name is None:
+        return None, f"{activation.name} with {parameter!r} is no activation of linear_act"
+    return name, None
 
 
-def known_name_in(module: Any, activation: str | Function) -> str:
-    """Return the same for an activation that must be known."""
-    name = name_in(module, activation)
-    assert name is not None
-    return name
-
-
-def obstacle_in(module: Any, activation: str | Function) -> str | None:
-    """Return why an activation of ``module`` cannot be part of a fused op, or ``None``."""
-    if isinstance(activation, str):
-        return activation_obstacle(activation, value_of(module, activation))
-    if name_in(module, activation) is None:
-        parameter = at(module, activation.parameter)
-        return f"{activation.name} with {parameter!r} is no activation of linear_act"
-    return None
+# Function -> its parameter -> the name of the activation.
+FORMS: dict[str, dict[Any, str]] = {
+    "gelu": {"none": "gelu", "tanh": "gelu_tanh"},
+    "swish": {1.0: "silu", FAST_GELU_SLOPE: "fast_gelu"},
+}

@@ -1,20 +1,15 @@
 """The attention of transformers' families, through ``AttentionInterface``.
 
-An attention module asks the registry for the function of its configured implementation: ours is
-``"fusedops"``. The configuration of a patched model is not touched. The patched class has the same
-code, for which the registry's global name stands for ``FusedInterface``: it answers with a fused
-function where the implementation is transformers' own, and with what the registry holds otherwise.
-Masks are made by the model for the implementation that it was configured with, and each that is
-known has a function here which reads them in the same way.
-
-Whoever put another function in the place of transformers', or in that of
-``F.scaled_dot_product_attention``, sees the call. A keyword that transformers' function knows and
-ours does not (the paged ``cache`` of continuous batching) has transformers' function run.
+A patched class has the same code, for which the registry's global name stands for
+``FusedInterface``: it answers with a fused function where the implementation is transformers' own,
+and with what the registry holds otherwise. Each fused function reads the masks that the model makes
+for the implementation in whose place it is.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +23,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.original_code import is_plain, name_of, replaced, with_others
+from fusedops.integrations.hf import known_code, original_code
+from fusedops.integrations.hf.original_code import (
+    WatchList,
+    is_plain,
+    name_of,
+    names_in,
+    replaced,
+    with_inner,
+    with_others,
+)
 from fusedops.integrations.hf.rules.rotary import fused_rotary
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
@@ -59,24 +62,16 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the fused op, from the masks of transformers' ``sdpa``.
+    """Compute attention with the fused op, from the arguments of transformers' ``sdpa``.
 
-    Args:
-        module: the attention module; its ``is_causal`` counts where the argument is absent.
-        query: ``[B, H, Sq, D]``.
-        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
-        value: ``[B, Hkv, Sk, Dv]``.
-        attention_mask: boolean or additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
-        dropout: probability, 0 in evaluation.
-        scaling: factor of the scores.
-        is_causal: whether query ``i`` may see keys up to ``i`` only, where there is no mask.
-        position_bias: added to the scores (T5).
-        softcap: bound of the scores (Gemma 2).
-        s_aux: ``[H]``, the sinks (GPT-OSS).
-        **kwargs: what other implementations take; as ``sdpa``, this one has the mask instead.
+    Query, key and value are ``[B, H, S, D]``; those two may have fewer heads, shared in groups. The
+    mask is boolean or additive. Without one, ``is_causal`` or the module's attribute of that name
+    says whether query ``i`` may see keys up to ``i`` only. ``position_bias`` (T5) is added to the
+    scores, ``softcap`` (Gemma 2) is their bound, and ``s_aux`` are the sinks (GPT-OSS), ``[H]``.
+    Further keywords are for other implementations.
 
     Returns:
-        ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
+        ``[B, Sq, H, Dv]``, and ``None`` for the weights.
 
     Raises:
         UnsupportedError: a keyword that only ``sdpa`` knows.
@@ -97,8 +92,10 @@ def attend(
             position_bias, attention_mask, causal, query, key
         )
         causal = False
-    options = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
-    return _fused(query, key, value, attention_mask, dropout, **options)
+    options: Any = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
+    grouped = bool(query.shape[1] != key.shape[1])
+    output = attention(query, key, value, attention_mask, dropout, enable_gqa=grouped, **options)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _further_arguments(stock: Callable[..., Any], fused: Callable[..., Any]) -> dict[str, Any]:
@@ -122,19 +119,6 @@ def _unknown_keyword(further: Mapping[str, Any], keywords: Mapping[str, Any]) ->
         if name in keywords and keywords[name] is not default:
             return name
     return None
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    grouped = bool(query.shape[1] != key.shape[1])
-    output = attention(query, key, value, mask, dropout_p, enable_gqa=grouped, **options)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def attend_as_sdpa(
@@ -185,23 +169,22 @@ AttentionMaskInterface.register("fusedops", sdpa_mask)
 class FusedInterface:
     """What a patched class reads in the place of the registry of its file.
 
-    Attributes:
-        registry: the file's ``AttentionInterface``, which may override entries for itself.
+    Args:
+        namespace: the globals of the file.
+        eager: whether ``attend_as_eager`` computes what the file's eager function does.
     """
 
     def __init__(self, namespace: dict[str, Any], *, eager: bool) -> None:
-        """Stand for the registry among the globals of a file.
-
-        Args:
-            namespace: these globals.
-            eager: whether ``attend_as_eager`` computes what the file's eager function does.
-        """
         self.registry = namespace.get(_REGISTRY, ALL_ATTENTION_FUNCTIONS)
         self._namespace = namespace
-        self._eager = None
+        # Implementation -> its function, and what that reads.
+        self._known: dict[str, tuple[Any, WatchList]] = {"sdpa": (sdpa_attention_forward, _SDPA)}
         if eager and _EAGER in namespace:
-            self._eager = original_code.watched_function(namespace["__name__"], _EAGER)
+            watched = original_code.watched_function(namespace["__name__"], _EAGER)
+            self._known["eager"] = (None, watched)
             self._eager_arguments = _further_arguments(namespace[_EAGER], self.attend_as_eager)
+        self._names = " or ".join(map(repr, self._known))
+        self._known["fusedops"] = (attend, WatchList())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registry, name)
@@ -215,18 +198,14 @@ class FusedInterface:
 
     def obstacle(self, configured: str) -> str | None:
         """Return why the function of a configured implementation must stay, or ``None``."""
+        if configured not in self._known:
+            known = f"attn_implementation={self._names} is known"
+            return f"its attention is configured as {configured!r}: {known}"
+        stock, watched = self._known[configured]
         function = self.registry.get(configured)
-        if configured == "sdpa":
-            known = function is sdpa_attention_forward
-            return replaced(_SDPA) if known else _entry(configured, function)
-        if configured == "fusedops":
-            return None if function is attend else _entry(configured, function)
-        if configured == "eager" and self._eager is not None:
-            return replaced(self._eager) if function is None else _entry(configured, function)
-        names = "'sdpa'" if self._eager is None else "'sdpa' or 'eager'"
-        return (
-            f"its attention is configured as {configured!r}: attn_implementation={names} is known"
-        )
+        if function is not stock:
+            return f"the attention function {configured!r} was replaced by {name_of(function)}"
+        return replaced(watched)
 
     def attend_as_eager(
         self,
@@ -259,15 +238,15 @@ class FusedInterface:
             return output
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = attention_mask.to(query.dtype)
-        dropout_p = dropout if module.training else 0.0
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-        return _fused(query, key, value, attention_mask, dropout_p, **options)
+        dropout = dropout if module.training else 0.0
+        options: Any = {"is_causal": False, "softcap": softcap, "s_aux": s_aux}
+        return attend(module, query, key, value, attention_mask, dropout, scaling, **options)
 
 
 def weights_obstacle(module: Any) -> str | None:
     """Return why the weights of the attention must be there, or ``None``."""
-    watched = hooks_obstacle("the module", module) or global_hooks()
-    return None if watched is None else f"it gives its attention weights away: {watched}"
+    hooks = hooks_obstacle("the module", module) or global_hooks()
+    return None if hooks is None else f"it gives its attention weights away: {hooks}"
 
 
 def _only_renames(function: Any) -> bool:
@@ -280,25 +259,22 @@ def _only_renames(function: Any) -> bool:
     return True
 
 
-def _entry(name: str, function: Any) -> str:
-    return f"the attention function {name!r} was replaced by {name_of(function)}"
-
-
-def attention_rule(original: type[nn.Module], module_name: str, *, eager: bool) -> PatchRule:
-    """Return the rule for an attention class that asks ``self.config`` for its implementation.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
-            weights.
+def attention_rule(original: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for a class that asks the registry for its function, or ``None``.
 
     Raises:
         UnsupportedError: the forward is no plain function, or other code wraps it.
     """
-    code: Any = inspect.unwrap(original.forward)
-    interface = FusedInterface(code.__globals__, eager=eager)
-    others = {_REGISTRY: interface} | fused_rotary(code)
+    function: Any = inspect.unwrap(original.forward)
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(original, "config"):
+        return None
+    asks = {_REGISTRY, "config", "_attn_implementation"} <= set(names_in(code))
+    # One that compares the name with "sdpa" itself does something else for another name.
+    if not asks or any("sdpa" in part.co_consts for part in with_inner(code)):
+        return None
+    interface = FusedInterface(function.__globals__, eager=_eager_is_known(original, function))
+    others = {_REGISTRY: interface} | fused_rotary(function)
     forward = with_others(original.forward, others, __name__)
     if forward is None or not _only_renames(original.forward):
         raise UnsupportedError(f"{original.__name__}.forward cannot run with another registry")
@@ -306,15 +282,37 @@ def attention_rule(original: type[nn.Module], module_name: str, *, eager: bool) 
 
     def plan(module: Any) -> FusionPlan | Refusal:
         configured = module.config._attn_implementation
-        reason = interface.obstacle(configured)
+        reason, note = interface.obstacle(configured), None
         if configured == "eager":
             reason = reason or weights_obstacle(module)
-        return Refusal(reason) if reason is not None else FusionPlan(ops, note=note(configured))
+            note = "eager, but gives its caller no weights until a hook asks for them"
+        return FusionPlan(ops, note=note) if reason is None else Refusal(reason)
 
-    def note(configured: str) -> str | None:
-        if configured == "eager":
-            return "eager, but gives its caller no weights until a hook asks for them"
-        return None
-
-    patched = subclass(original, None, module_name, forward=forward)
+    patched = subclass(original, forward=forward)
     return PatchRule(original, patched, "O2", plan, copies_code=True)
+
+
+def _eager_is_known(cls: type[nn.Module], forward: Any) -> bool:
+    """Return whether the ``eager`` of an attention is ``attend_as_eager``.
+
+    Its caller must drop the weights: those that are asked for are then recorded by hooks. Sinks
+    must be an argument, because the function of GPT-OSS reads them from the module.
+    """
+    eager = forward.__globals__.get(_EAGER)
+    recorded = (
+        getattr(value, "_can_record_outputs", None) or {}
+        for value in vars(sys.modules[cls.__module__]).values()
+        if isinstance(value, type)
+    )
+    if eager is None or not any(_records(outputs.get("attentions"), cls) for outputs in recorded):
+        return False
+    known = known_code.known_as(eager, "eager")
+    keywords = (names for names in forward.__code__.co_consts if isinstance(names, tuple))
+    sinks = any("s_aux" in names for names in keywords)
+    return known is not None and (sinks or not known.startswith("gpt_oss."))
+
+
+def _records(recorded: Any, cls: type[nn.Module]) -> bool:
+    """Return whether what a model records as its attentions is the output of a class."""
+    targets = recorded if isinstance(recorded, list | tuple) else [recorded]
+    return any(getattr(target, "target_class", target) is cls for target in targets)

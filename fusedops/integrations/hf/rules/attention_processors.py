@@ -1,10 +1,9 @@
 """Attention of modules that hand their work to a processor, as those of diffusers do.
 
-Their ``forward`` calls ``self.processor(self, ...)``, and it is the processor's ``__call__`` that
-calls ``F.scaled_dot_product_attention``, or diffusers' ``dispatch_attention_fn``. A processor may
-be shared with modules that are not patched, so it stays the object that it is. The patched class
-has the same ``forward`` with another name for the attribute: ``fused_processor`` is a property that
-puts the processor behind an object whose ``__call__`` has the same code with the fused attention.
+The ``__call__`` of ``self.processor`` calls ``F.scaled_dot_product_attention``, or diffusers'
+``dispatch_attention_fn``. Other modules may share it, so it stays the object that it is. The
+patched class has the same ``forward`` with another name for the attribute, ``fused_processor``: the
+processor behind an object whose ``__call__`` has the same code with the fused attention.
 """
 
 from __future__ import annotations
@@ -21,16 +20,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.class_table import ClassTable
-from fusedops.integrations.hf.original_code import (
-    with_globals,
-    with_other,
-    with_others,
-)
-from fusedops.integrations.hf.rules.functional_attention import (
-    ATTENTION,
-    attention_plan,
-    fused_in_torch,
-)
+from fusedops.integrations.hf.original_code import with_globals, with_other, with_others
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -38,19 +28,18 @@ from fusedops.integrations.hf.rules.rule import (
     Refusal,
     subclass,
 )
+from fusedops.integrations.hf.rules.torch_functions import ATTENTION, attention_plan, fused_in_torch
 
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
 _DISPATCH, _REGISTRY = "dispatch_attention_fn", "_AttentionBackendRegistry"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
+_NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
+# Class of processors -> its ``__call__``, and the same code with the fused attention or ``None``.
+_CALLS: ClassTable[tuple[Any, FunctionType | None]] = ClassTable("processor")
 
 
-def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
-    """Return the rule for a class whose forward calls ``self.processor``, or ``None``.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-    """
+def processor_rule(original: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for a class whose forward calls ``self.processor``, or ``None``."""
     forward = original.forward
     if not isinstance(forward, FunctionType) or not _reads_own_processor(forward):
         return None
@@ -58,7 +47,7 @@ def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | N
     names = {_ATTRIBUTE: _FUSED}
     read = tuple(names.get(name, name) for name in fused.__code__.co_names)
     fused.__code__ = fused.__code__.replace(co_names=read)
-    patched = subclass(original, _Caller, module_name, forward=fused)
+    patched = subclass(original, _Caller, forward=fused)
     return PatchRule(original, patched, "O3", _plan, copies_code=True)
 
 
@@ -77,15 +66,12 @@ def _reads_own_processor(forward: FunctionType) -> bool:
     return known and owners == {first}
 
 
-_NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
-
-
 def _plan(module: Any) -> FusionPlan | Refusal:
     processor = getattr(module, _ATTRIBUTE, None)
     if not callable(processor):
         return NOT_APPLICABLE
     name = type(processor).__name__
-    if _fused_class(type(processor)) is None:
+    if _fused_call(type(processor)) is None:
         return Refusal(f"its {name} does not call F.{ATTENTION}")
     return attention_plan(f"the attention that its {name} calls")
 
@@ -93,52 +79,38 @@ def _plan(module: Any) -> FusionPlan | Refusal:
 class _FusedProcessor:
     """Calls a processor's code with the fused attention; all else is the processor's."""
 
-    def __init__(self, processor: Any) -> None:
-        self.fused_original = processor
-        self.__call__ = processor.__call__  # of which callers read the signature
+    def __init__(self, processor: Any, fused: Any) -> None:
+        self._processor, self._fused = processor, fused
+        # Callers read its signature.
+        self.__call__ = processor.__call__  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fused(self._processor, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.fused_original, name)
+        return getattr(self._processor, name)
 
 
 class _Caller(nn.Module):
-    """What all patched classes of this kind are derived from."""
-
     @property
     def fused_processor(self) -> Any:
         processor = self.processor
-        fused = _fused_class(type(processor))
-        return processor if fused is None else fused(processor)
+        fused = _fused_call(type(processor))
+        return processor if fused is None else _FusedProcessor(processor, fused)
 
 
-_CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")
-
-
-def _fused_class(cls: type) -> type | None:
-    """Return the class of ``fused_processor`` for processors of a class, or ``None``."""
+def _fused_call(cls: type) -> FunctionType | None:
     call: Any = getattr(cls, "__call__", None)  # noqa: B004 (its function, not whether there is one)
     if not isinstance(call, FunctionType):
         return None
-    if cls not in _CLASSES or _CLASSES[cls][0] is not call:
+    if cls not in _CALLS or _CALLS[cls][0] is not call:
         if torch.compiler.is_compiling():
             return None
-        _CLASSES[cls] = call, _made(cls, call)
-    return _CLASSES[cls][1]
-
-
-def _made(cls: type, call: Any) -> type | None:
-    fused = with_other(call, {ATTENTION, _DISPATCH}, _replacement)
-    if fused is None:
-        return None
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return fused(self.fused_original, *args, **kwargs)
-
-    return type(cls.__name__, (_FusedProcessor,), {"__call__": run})
+        _CALLS[cls] = call, with_other(call, {ATTENTION, _DISPATCH}, _replacement, __name__)
+    return _CALLS[cls][1]
 
 
 def _replacement(value: Any) -> Any:
-    """Return what stands for a global of a processor's file, or ``None``."""
     diffusers = sys.modules.get(_DIFFUSERS)
     if diffusers is not None and value is getattr(diffusers, _DISPATCH):
         return _dispatch()
@@ -149,9 +121,7 @@ class _FusedRegistry:
     """Diffusers' registry of backends, whose active one may be the fused one."""
 
     def __init__(self, registry: Any, stock: Any, fused: Any) -> None:
-        self._registry = registry
-        self._stock = stock
-        self._fused = fused
+        self._registry, self._stock, self._fused = registry, stock, fused
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._registry, name)
@@ -170,7 +140,7 @@ def _dispatch() -> Any:
     diffusers: Any = sys.modules[_DIFFUSERS]
     registry: Any = getattr(diffusers, _REGISTRY, None)
     stock: Any = getattr(diffusers, "_native_attention", None)
-    native = None if stock is None else with_other(stock, {ATTENTION}, fused_in_torch)
+    native = None if stock is None else with_other(stock, {ATTENTION}, fused_in_torch, __name__)
     code: Any = inspect.unwrap(diffusers.dispatch_attention_fn)
     if native is None or "get_active_backend" not in code.__code__.co_names:
         return None

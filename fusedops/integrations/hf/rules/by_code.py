@@ -1,15 +1,9 @@
-"""Rules for classes that no table knows, from what the code of their forward computes.
-
-Norms, feed-forward layers and chains of children are recognised under any name, in any library
-(``symbolic.py`` runs the code, ``recognition.py`` names it).
-"""
+"""Rules for classes that no table knows, from what the code of their forward computes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -21,56 +15,34 @@ from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.integrations.hf.rules.norms import norm_rule
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.rules.torch_modules import LINEARS
-from fusedops.integrations.hf.symbolic import Path
 
 
-def rule_by_code(original: type[nn.Module], module_name: str) -> PatchRule | None:
-    """Return the rule for what the forward of a class computes, or ``None``.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-    """
+def rule_by_code(original: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for what the forward of a class computes, or ``None``."""
     paths = symbolic.paths_of(original)
     norms = [(path, norm) for path in paths if (norm := recognition.norm_of(path.result))]
     # One with a gate as a further argument is always called with it.
     if norms and len(inspect.signature(original.forward).parameters) == 2:
-        return norm_rule(original, module_name, norms)
+        return norm_rule(original, norms)
     if issubclass(original, nn.Linear):
-        _remember_linear(original, paths)
+        layer = recognition.linear_layer_of(paths)
+        if layer is not None:  # part of the ops of other rules
+            remember(original)
+            LINEARS[original] = layer
         return None
-    return _feed_forward_rule(original, module_name, paths) or _chunk_rule(original, module_name)
-
-
-def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None:
-    """Let the rules do the work of a class that is a linear layer by its code."""
-    adds_no_bias = recognition.is_linear(paths)
-    if adds_no_bias is not None:
-        remember(original)
-        LINEARS[original] = adds_no_bias
-
-
-def _feed_forward_rule(
-    original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
-) -> PatchRule | None:
-    """Return the rule for a class that computes one feed-forward layer on some paths, or ``None``.
-
-    The other paths are the original's.
-    """
     known = [(path, steps) for path in paths if (steps := recognition.steps_of(path.result))]
-    layers = {steps for _, steps in known}
-    if len(layers) != 1:
-        return None
-    condition = _any_holds([path for path, _ in known]) if known[0][0].answers else None
-    return chain_rule(original, module_name, layers.pop(), condition=condition)
+    if len({steps for _, steps in known}) != 1:
+        return _chunk_rule(original)
+    # The other paths are the original's.
+    return chain_rule(
+        original,
+        known[0][1],
+        condition=lambda module: any(path.holds(module) for path, _ in known),
+    )
 
 
-def _any_holds(paths: list[Path]) -> Callable[[Any], bool]:
-    return lambda module: any(path.holds(module) for path in paths)
-
-
-def _chunk_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
-    """Return the rule for a class that hands on a method of its own which is a chain, or ``None``.
+def _chunk_rule(original: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for a class that hands on a method of its own which is a chain.
 
     ``apply_chunking_to_forward`` of transformers calls such a method for a part of the rows.
     """
@@ -82,5 +54,5 @@ def _chunk_rule(original: type[nn.Module], module_name: str) -> PatchRule | None
         paths = symbolic.paths_of(original, name)
         steps = recognition.steps_of(paths[0].result) if len(paths) == 1 else ()
         if steps and not paths[0].answers:
-            return chain_rule(original, module_name, steps, method=name)
+            return chain_rule(original, steps, method=name)
     return None

@@ -1,13 +1,15 @@
 """Modules whose children run one after the other: linear, activation (and linear) are one op.
 
 A step is the path of a child, an activation or a dropout that is a function of torch, a factor, a
-gate (``gated_mlp.py``), or a sum with an argument.
-A dropout between activation and product that has no work, and an identity, are passed over.
+sum with an argument, or a gate: ``act(gate(x)) * up(x)``. A dropout between activation and product
+that has no work, and an identity, are passed over. A gate of two projections is one op with them;
+with one projection for both, or where they must be called, activation and product are one.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,21 +21,16 @@ from fusedops.integrations.hf.rules.activations import (
     DropoutFunction,
     Function,
     Scale,
+    activation_in,
     activation_name,
     apply,
-    known_name_in,
-    name_in,
-    obstacle_in,
 )
-from fusedops.integrations.hf.rules.gated_mlp import GateStep, gate_plan, gated
-from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
     PatchRule,
     Refusal,
     bypass_obstacle,
-    configuration_obstacle,
     global_hooks,
     runs_here,
     subclass,
@@ -46,52 +43,54 @@ from fusedops.integrations.hf.rules.torch_modules import (
     weight_of,
 )
 from fusedops.integrations.hf.symbolic import value_of
+from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
+from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
+from fusedops.ops.swiglu import swiglu
 
 remember(nn.Dropout)
 remember(nn.Identity)
+_PASSED_OVER = (nn.Dropout, nn.Identity)
+# Activation -> the argument of gelu and geglu that it is; silu is swiglu.
+GELUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
+GATES = ("silu", *GELUS)
 
 
 class Add(NamedTuple):
-    """A sum with an argument of the method.
-
-    Attributes:
-        argument: its name; ``None``: that of the first one, which the steps begin with.
-    """
+    """A sum with an argument of the method, by its name; ``None``: with the input of the steps."""
 
     argument: str | None
+
+
+class GateStep(NamedTuple):
+    """``activation(gate(x)) * up(x)``, the first step of a layer."""
+
+    # Paths of the children that are gate and up; or of one, whose halves they are
+    projections: tuple[str, ...]
+    activation: str | Function  # a child, or a function of torch
+    half: int = 0  # which half of one projection the gate is
+    scales: tuple[Scale, ...] = ()  # factors between gate and activation
 
 
 Step = str | Function | DropoutFunction | Scale | GateStep | Add
 
 
 class Fusion(NamedTuple):
-    """A part of a chain that is one op.
+    """A part of a chain that is one op."""
 
-    Attributes:
-        first: the linear layer.
-        activation: its name.
-        second: the linear layer behind it, or ``None``.
-        steps: which steps these are.
-    """
-
-    first: Any
+    first: Any  # the linear layer
     activation: str
-    second: Any
-    steps: tuple[Step, ...]
+    second: Any  # the linear layer behind it, or ``None``
+    steps: tuple[Step, ...]  # those that it computes
 
 
 def run(
     module: Any, steps: tuple[Step, ...], input: torch.Tensor, added: Any = None
 ) -> torch.Tensor:
-    """Return what the steps compute one after the other, with one op where they can be one.
+    """Return what the steps of a module compute one after the other, with one op where they can be.
 
-    Args:
-        module: whose steps they are.
-        steps: what runs.
-        input: of the first step.
-        added: what ``Add`` adds.
+    ``added`` is what ``Add`` adds.
     """
     for part in _parts(module, steps):
         if isinstance(part, Add):
@@ -128,55 +127,45 @@ def _parts(module: Any, steps: tuple[Step, ...]) -> list[Step | Fusion]:
     position = 0
     while position < len(steps):
         fusion = _fusion_at(module, steps, position)
-        parts.append(steps[position] if fusion is None else fusion)
-        position += 1 if fusion is None else len(fusion.steps)
+        parts.append(fusion if isinstance(fusion, Fusion) else steps[position])
+        position += len(fusion.steps) if isinstance(fusion, Fusion) else 1
     return parts
 
 
-def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | None:
-    """Return what may run as one op from a step on, or ``None``."""
-    pair = _pair_at(module, steps, position)
-    if pair is None or _pair_obstacle(module, pair) is not None:
-        return None
-    first, activation = value_of(module, pair[0]), known_name_in(module, pair[1])
-    if torchs_product_is_faster(first.weight):
-        return None
-    last = position + 2
-    while last < len(steps) and _does_nothing(module, steps[last]):
-        last += 1
-    name = steps[last] if last < len(steps) else None
-    if isinstance(name, str):
-        second = value_of(module, name)
-        if is_linear(second) and product_obstacle(name, second) is None:
-            return Fusion(first, activation, second, steps[position : last + 1])
-    return Fusion(first, activation, None, steps[position : position + 2])
+def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | str | None:
+    """Return what runs as one op from a step on.
 
-
-_Pair = tuple[str, str | Function]  # a linear layer, and what may be an activation behind it
-
-
-def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | None:
+    It is a reason where a linear layer and what follows it are called, and ``None`` where no linear
+    layer with a possible activation behind it begins.
+    """
     if position + 2 > len(steps):
         return None
     linear, activation = steps[position : position + 2]
-    if not isinstance(linear, str) or not is_linear(value_of(module, linear)):
+    if not isinstance(linear, str) or not isinstance(activation, str | Function):
         return None
-    if isinstance(activation, Function):
-        return linear, activation
-    if not isinstance(activation, str):
+    first = value_of(module, linear)
+    if not is_linear(first):
         return None
-    child = value_of(module, activation)
+    child = value_of(module, activation) if isinstance(activation, str) else None
     if isinstance(child, nn.Module) and (child._parameters or child._modules):
         return None  # a norm, an adapter or another layer
-    return None if isinstance(child, _PASSED_OVER) else (linear, activation)
-
-
-_PASSED_OVER = (nn.Dropout, nn.Identity)
-
-
-def _pair_obstacle(module: Any, pair: _Pair) -> str | None:
-    linear, activation = pair
-    return product_obstacle(linear, value_of(module, linear)) or obstacle_in(module, activation)
+    if isinstance(child, _PASSED_OVER):
+        return None
+    name, reason = activation_in(module, activation)
+    reason = product_obstacle(linear, first) or reason
+    if reason is not None or name is None:
+        return reason
+    if torchs_product_is_faster(first.weight):
+        return AS_FAST
+    last = position + 2
+    while last < len(steps) and _does_nothing(module, steps[last]):
+        last += 1
+    following = steps[last] if last < len(steps) else None
+    if isinstance(following, str):
+        second = value_of(module, following)
+        if is_linear(second) and product_obstacle(following, second) is None:
+            return Fusion(first, name, second, steps[position : last + 1])
+    return Fusion(first, name, None, steps[position : position + 2])
 
 
 def _does_nothing(module: Any, step: Step) -> bool:
@@ -191,128 +180,155 @@ def _does_nothing(module: Any, step: Step) -> bool:
     return bypass_obstacle(step, child, _PASSED_OVER) is None
 
 
-def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
-    pairs = (_pair_at(module, steps, position) for position in range(len(steps)))
-    return [pair for pair in pairs if pair is not None]
-
-
-def has_pair(module: Any, steps: tuple[Step, ...]) -> bool:
-    """Return whether a chain has a linear layer with a known activation behind it."""
-    return any(name_in(module, activation) is not None for _, activation in _pairs(module, steps))
-
-
-def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
-    """Return what stands in the place of the linear layer and the activation."""
-    children = [(step, value_of(module, step)) for step in steps if isinstance(step, str)]
-    return [
-        f"{name} is a {type(child).__name__}"
-        for name, child in children
-        if not is_linear(child) and not isinstance(child, _PASSED_OVER)
-        if activation_name(child) is None
-    ]
-
-
-def _obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
-    """Return why no part of a chain is one op now, or ``None``."""
-    reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
-    if None in reasons:
-        return global_hooks()
-    known = [reason for reason in reasons if reason is not None]
-    return "; ".join(known or _unknown_children(module, steps)) or "it has no activation"
-
-
-def _second_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
-    """Return why the linear layer behind a fused pair is called on its own, or ``None``."""
-    linears = [
-        step for step in steps if isinstance(step, str) and is_linear(value_of(module, step))
-    ]
-    reasons = (product_obstacle(name, value_of(module, name)) for name in linears)
-    reason = next((reason for reason in reasons if reason is not None), None)
-    return None if reason is None else f"linear_act alone: {reason}"
-
-
 def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     """Return which parts of a chain are one op now, or why none is."""
     gate = _gate_of(steps)
     if gate is not None:
         return gate_plan(module, gate)
-    if not _pairs(module, steps) and not any(_is_activation(module, step) for step in steps):
+    children = {step: value_of(module, step) for step in steps if isinstance(step, str)}
+    activations = [name for name, child in children.items() if activation_name(child) is not None]
+    begins = [_fusion_at(module, steps, position) for position in range(len(steps))]
+    if not any(begins) and not activations and not any(isinstance(s, Function) for s in steps):
         return NOT_APPLICABLE
-    reason = _obstacle(module, steps)
-    if reason is not None:
-        return Refusal(reason)
-    if torchs_product_is_faster(empty_like_parameters(module)):
+    fusions = [part for part in _parts(module, steps) if isinstance(part, Fusion)]
+    if not fusions and AS_FAST not in begins:
+        # Where no linear layer is in front of an activation: what is there instead.
+        reasons = [begin for begin in begins if isinstance(begin, str)] or [
+            f"{name} is a {type(child).__name__}"
+            for name, child in children.items()
+            if name not in activations
+            if not is_linear(child) and not isinstance(child, _PASSED_OVER)
+        ]
+        return Refusal("; ".join(reasons) or "it has no activation")
+    hooks = global_hooks()
+    if hooks is not None:
+        return Refusal(hooks)
+    if not fusions:
         return FusionPlan((), note=AS_FAST)
-    parts = _parts(module, steps)
-    fusions = [part for part in parts if isinstance(part, Fusion)]
     ops = ["linear_act" if fusion.second is None else "mlp" for fusion in fusions]
     note = None
     if "linear_act" in ops:
-        fusion = fusions[ops.index("linear_act")]
-        note = _second_obstacle(module, steps[steps.index(fusion.steps[0]) + 2 :])
-    children = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
-    return FusionPlan(tuple(dict.fromkeys(ops)), tuple(children), note)
+        first = fusions[ops.index("linear_act")].steps[0]
+        behind = [step for step in steps[steps.index(first) + 2 :] if isinstance(step, str)]
+        linears = [name for name in behind if is_linear(children[name])]
+        reasons = filter(None, (product_obstacle(name, children[name]) for name in linears))
+        note = next((f"linear_act alone: {reason}" for reason in reasons), None)
+    absorbed = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
+    return FusionPlan(tuple(dict.fromkeys(ops)), tuple(absorbed), note)
+
+
+def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``activation(gate) * up``, for an activation of ``GATES``."""
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, GELUS[activation])
+
+
+def _projections_obstacle(module: Any, gate: GateStep) -> str | None:
+    """Return why the two projections must be called on their own, or ``None``."""
+    if gate.scales:
+        return f"{gate.projections[0]} is scaled"
+    for name in gate.projections:
+        projection = value_of(module, name)
+        reason = product_obstacle(name, projection)
+        if reason is None and projection.bias is not None:
+            reason = f"{name} has a bias"
+        if reason is None and torchs_product_is_faster(projection.weight):
+            reason = "torch's product of float32 is faster on this processor"
+        if reason is not None:
+            return reason
+    return None
+
+
+def gate_plan(module: Any, gate: GateStep) -> FusionPlan | Refusal:
+    """Return which op does a gate now, with or without both projections, or why none does."""
+    activation, reason = activation_in(module, gate.activation)
+    if activation is None:
+        return NOT_APPLICABLE
+    if reason is not None:
+        return Refusal(reason)
+    children = (gate.activation,) if isinstance(gate.activation, str) else ()
+    if len(gate.projections) == 2:
+        reason = _projections_obstacle(module, gate)
+        if reason is None:
+            return FusionPlan(("linear_glu",), (*gate.projections, *children))
+        reason = f"swiglu or geglu after the products: {reason}"
+    if activation not in GATES:
+        return Refusal(reason or f"its activation is {activation}")
+    return FusionPlan(("swiglu" if activation == "silu" else "geglu",), children, reason)
+
+
+def gated(module: Any, gate: GateStep, input: torch.Tensor) -> torch.Tensor:
+    """Return what a gate computes, with one op where there is one."""
+    plan, (activation, _) = gate_plan(module, gate), activation_in(module, gate.activation)
+    ops = plan.ops if isinstance(plan, FusionPlan) else ()
+    if activation is not None and ops == ("linear_glu",):
+        weights = (weight_of(value_of(module, name)) for name in gate.projections)
+        return linear_glu(input, *weights, activation=activation)
+    outputs = [value_of(module, name)(input) for name in gate.projections]
+    if len(outputs) == 1:
+        halves = outputs[0].chunk(2, dim=-1)
+        outputs = [halves[gate.half], halves[1 - gate.half]]
+    first, second = outputs
+    for scale in gate.scales:
+        first = apply(module, scale, first)
+    if activation is None or not ops:
+        return apply(module, gate.activation, first) * second
+    return gated_product(first, second, activation)
 
 
 def chain_rule(
     original: type[nn.Module],
-    module_name: str,
     steps: tuple[Step, ...],
     method: str = "forward",
-    condition: Callable[[Any], bool] | None = None,
+    condition: Callable[[Any], bool] = lambda module: True,
 ) -> PatchRule:
     """Return the rule for a class of which a method is these steps, one after the other.
 
-    The original runs for calls with other arguments than those that the steps need.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        steps: what runs.
-        method: the name of the method.
-        condition: whether an instance in its current state computes this.
+    The original runs for calls with other arguments than those that the steps need, and where an
+    instance does not fulfil the condition.
     """
     theirs: Any = getattr(original, method)
-    added = next((step.argument for step in steps if isinstance(step, Add)), None)
     names = list(inspect.signature(theirs).parameters)[1:]
-    needed = {names[0], added}
+    added = next((step.argument for step in steps if isinstance(step, Add)), None) or names[0]
 
     def obstacle(module: Any) -> str | None:
-        return configuration_obstacle(module, condition) or global_hooks()
+        return global_hooks() if condition(module) else "it is configured to compute something else"
 
-    def run_all(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or obstacle(self) is not None:
-            output: torch.Tensor = theirs(self, hidden_states)
-            return output
-        return run(self, steps, hidden_states, hidden_states)
-
-    def run_with_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         # The steps are those of calls without the optional arguments.
-        known = given.keys() == needed and len(given) == len(args) + len(kwargs)
+        known = given.keys() == {names[0], added} and len(given) == len(args) + len(kwargs)
         if not known or not runs_here(given[names[0]]) or obstacle(self) is not None:
             return theirs(self, *args, **kwargs)
-        return run(self, steps, given[names[0]], given[added or names[0]])
+        return run(self, steps, given[names[0]], given[added])
 
     def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)
         return chain_plan(module, steps) if reason is None else Refusal(reason)
 
+    # ``apply_chunking_to_forward`` counts the arguments of the method.
+    fused.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
     gate = _gate_of(steps)
     packed = gate is not None and len(gate.projections) == 1
-    return PatchRule(
-        original,
-        subclass(
-            original, None, module_name, **{method: run_all if added is None else run_with_argument}
-        ),
-        "O1" if packed else "O2",
-        plan,
-        methods=(method,),
-    )
+    patched = subclass(original, **{method: fused})
+    return PatchRule(original, patched, "O1" if packed else "O2", plan, methods=(method,))
 
 
-def _is_activation(module: Any, step: Step) -> bool:
-    """Return whether a step is an activation that is known."""
-    if isinstance(step, str):
-        return activation_name(value_of(module, step)) is not None
-    return isinstance(step, Function)
+class Sequential(nn.Sequential):
+    """``nn.Sequential`` that runs linear, activation (and linear) as one op where they follow."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the last module's output."""
+        if not runs_here(input) or global_hooks() is not None:
+            output: torch.Tensor = super().forward(input)
+            return output
+        return run(self, tuple(self._modules), input)
+
+
+def _sequential_plan(module: Any) -> FusionPlan | Refusal:
+    pairs = itertools.pairwise(module._modules.values())
+    if not any(is_linear(first) and activation_name(second) for first, second in pairs):
+        return NOT_APPLICABLE
+    return chain_plan(module, tuple(module._modules))
+
+
+RULES = (PatchRule(nn.Sequential, Sequential, "O2", _sequential_plan),)

@@ -1,19 +1,15 @@
 """The experts of transformers' families, through ``ExpertsInterface`` and by rule.
 
-An experts module is decorated by ``use_experts_implementation``, which tells how its weights lie
-(``is_transposed``, ``has_bias``, ``has_gate``) and whether a norm ends each expert
-(``has_post_expert_norm``), and calls the function that is registered under the name in its
-configuration. ``experts_forward`` is registered as ``"fusedops"``; a patched module
-calls it whatever the configuration says, since the known implementations compute the same. The loop
-of a class itself, ``eager``, is known for the families with a table and for copies of them alone.
-
-Where the gate is a known formula the whole layer is ``moe_mlp``, else the two products are
-``grouped_mm`` and the module's own ``_apply_gate`` stands between them; its own norm follows them.
-A gate of a class's own is known by its code (``recognition.py``).
+An experts module calls the function that is registered under the name in its configuration. A
+patched one calls ``experts_forward`` for each known implementation, since these compute the same;
+the loop of a class itself, ``eager``, is known by its code alone. Where the gate is a known formula
+the complete layer is ``moe_mlp``, else the two products are ``grouped_mm`` and the module's own
+``_apply_gate`` stands between them; its own norm follows them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +18,7 @@ from transformers.integrations import moe
 
 from fusedops._core import dtypes
 from fusedops._core.activation import FAST_GELU_SLOPE
-from fusedops.integrations.hf import symbolic
+from fusedops.integrations.hf import known_code, symbolic
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import (
     WatchList,
@@ -35,7 +31,7 @@ from fusedops.integrations.hf.original_code import (
 )
 from fusedops.integrations.hf.partitioned_weights import unsharded_shape
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
-from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
+from fusedops.integrations.hf.rules.activations import activation_in
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
@@ -45,7 +41,7 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.symbolic import value_of
+from fusedops.integrations.hf.symbolic import at
 from fusedops.ops._moe_gate import LIMIT, SWIGLU_OAI
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.grouped_mm import grouped_mm
@@ -64,15 +60,6 @@ class Gate(NamedTuple):
     interleaved: bool = False
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of all experts as the ops take them, ``[num_experts, in, out]``, and biases."""
-
-    w1: torch.Tensor
-    w2: torch.Tensor
-    b1: torch.Tensor | None
-    b2: torch.Tensor | None
-
-
 def experts_forward(
     module: Any,
     hidden_states: torch.Tensor,
@@ -82,18 +69,10 @@ def experts_forward(
 ) -> torch.Tensor:
     """Compute what transformers' own experts functions do, with the fused ops.
 
-    Args:
-        module: an experts module.
-        hidden_states: ``[tokens, hidden_size]``.
-        top_k_index: ``[tokens, k]``; an index of ``module.num_experts`` means an expert of another
-            process, whose share is left out.
-        top_k_weights: ``[tokens, k]``.
-        **kwargs: what a later transformers may add.
-
-    Returns:
-        ``[tokens, hidden_size]``, the weighted sum of each token's experts, in the dtype of
-        ``hidden_states``. Weights that no op can read (quantised ones), other devices, transforms
-        that no op serves and further arguments go to transformers' ``grouped_mm``.
+    An index ``module.num_experts`` in ``top_k_index`` ``[tokens, k]`` means an expert of another
+    process, whose share is left out. The result ``[tokens, hidden_size]`` has the dtype of
+    ``hidden_states``. What no op serves goes to transformers' ``grouped_mm``, as does a call with
+    arguments of a later transformers.
     """
     if (
         kwargs
@@ -105,13 +84,7 @@ def experts_forward(
             module, hidden_states, top_k_index, top_k_weights, **kwargs
         )
     plan = RoutingPlan.from_choices(top_k_index, top_k_weights, module.num_experts)
-    return compute(module, hidden_states, plan)
-
-
-def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """Return the weighted sum of each token's experts by a plan, where ``obstacle`` is ``None``."""
-    weights = _weights(module)
-    w1, w2, b1, b2 = weights
+    w1, w2, b1, b2 = weights = _weights(module)
     rows = hidden_states
     if rows.dtype != w1.dtype and dtypes.autocast_dtype(rows.device) is None:
         rows = rows.to(w1.dtype)
@@ -130,7 +103,7 @@ def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torc
     hidden = grouped_mm(moe_permute(rows, plan), w1, plan.offsets, b1)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     output = grouped_mm(hidden.to(w2.dtype), w2, plan.offsets, b2)
-    if _ends_in_a_norm(module):
+    if getattr(module, "has_post_expert_norm", False):
         output = module.post_expert_norm(output)
     return moe_unpermute(output, plan).to(hidden_states.dtype)
 
@@ -151,47 +124,31 @@ _WATCHED = {
 }
 
 
-def _ends_in_a_norm(module: Any) -> bool:
-    # An attribute of transformers 5.23 (Muse Spark); its eager loop applies it before the weights.
-    return getattr(module, "has_post_expert_norm", False)
-
-
-def known_gate(module: Any) -> Gate | None:
-    """Return the formula between the products, ``None`` where the module's own must be called."""
-    if _ends_in_a_norm(module):
-        return None
-    if module.has_gate and _gate_function(module) is not moe._default_apply_gate:
-        return _clamped_gate(module)
-    if activation_obstacle("act_fn", module.act_fn) is not None or global_hooks() is not None:
-        return None
-    return Gate(known_activation(module.act_fn), gated=bool(module.has_gate))
-
-
-def _gate_function(module: Any) -> Any:
-    # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
-    own = module.__dict__.get("_apply_gate")
-    return type(module)._apply_gate if own is None else own
-
-
 # Class of experts -> its own gate, and what that is by its code.
 _OWN_GATES: ClassTable[tuple[Any, ClampedGate | None]] = ClassTable("gate")
 
 
-def _clamped_gate(module: Any) -> Gate | None:
-    """Return the gate of GPT-OSS, if it is that one with the numbers of ``moe_mlp``."""
-    own = _OWN_GATES.get(type(module))
-    if own is None:
-        own = _read_gate(type(module))
-    function, gate = own
-    if gate is None or _gate_function(module) is not function:
+def known_gate(module: Any) -> Gate | None:
+    """Return the formula between the products, ``None`` where the module's own must be called."""
+    # Of transformers 5.23 (Muse Spark), whose eager loop applies it before the weights.
+    if getattr(module, "has_post_expert_norm", False):
         return None
-    numbers = [
-        value_of(module, place[1]) if isinstance(place, tuple) else place
-        for place in (gate.slope, gate.limit)
-    ]
-    if numbers != [FAST_GELU_SLOPE, LIMIT]:
+    if module.has_gate:
+        # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
+        own = module.__dict__.get("_apply_gate")
+        function = type(module)._apply_gate if own is None else own
+        if function is not moe._default_apply_gate:
+            known, gate = _OWN_GATES.get(type(module)) or _read_gate(type(module))
+            if gate is None or function is not known:
+                return None
+            numbers = at(module, gate.slope), at(module, gate.limit)
+            if numbers != (FAST_GELU_SLOPE, LIMIT):  # those of ``moe_mlp``
+                return None
+            return Gate(SWIGLU_OAI, interleaved=gate.interleaved)
+    activation, reason = activation_in(module, "act_fn")
+    if activation is None or reason is not None or global_hooks() is not None:
         return None
-    return Gate(SWIGLU_OAI, interleaved=gate.interleaved)
+    return Gate(activation, gated=bool(module.has_gate))
 
 
 @torch.compiler.disable
@@ -203,8 +160,8 @@ def _read_gate(cls: type[nn.Module]) -> tuple[Any, ClampedGate | None]:
     return _OWN_GATES[cls]
 
 
-def _weights(module: Any) -> ExpertWeights:
-    """Return the weights as ``[num_experts, in, out]``: views, whichever way they are stored."""
+def _weights(module: Any) -> tuple[Any, ...]:
+    """Return both weights as ``[num_experts, in, out]``, which are views, and both biases."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w1, w2 = getattr(module, name), module.down_proj
     b1 = b2 = None
@@ -212,27 +169,22 @@ def _weights(module: Any) -> ExpertWeights:
         b1, b2 = getattr(module, f"{name}_bias"), module.down_proj_bias
     if not module.is_transposed:
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    return ExpertWeights(w1, w2, b1, b2)
-
-
-def obstacle(module: Any) -> str | None:
-    """Return why an experts module must stay unchanged, or ``None``."""
-    configured = module.config._experts_implementation
-    if configured not in _KNOWN:
-        return f"its experts are configured as {configured!r}"
-    function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
-    if function is not _KNOWN[configured]:
-        return f"the experts function {configured!r} was replaced by {name_of(function)}"
-    count = unsharded_shape(module.down_proj)[0]
-    if module.num_experts != count:
-        return f"it has weights for {count} experts, not {module.num_experts}"
-    return replaced(_WATCHED[configured]) if configured in _WATCHED else None
+    return w1, w2, b1, b2
 
 
 def _plan(module: Any, *, loop_is_known: bool) -> FusionPlan | Refusal:
-    if not loop_is_known and module.config._experts_implementation == "eager":
+    configured = module.config._experts_implementation
+    if not loop_is_known and configured == "eager":
         return Refusal("its own loop is configured: experts_implementation='eager'")
-    reason = obstacle(module)
+    if configured not in _KNOWN:
+        return Refusal(f"its experts are configured as {configured!r}")
+    function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
+    count = unsharded_shape(module.down_proj)[0]
+    if function is not _KNOWN[configured]:
+        return Refusal(f"the experts function {configured!r} was replaced by {name_of(function)}")
+    if module.num_experts != count:
+        return Refusal(f"it has weights for {count} experts, not {module.num_experts}")
+    reason = replaced(_WATCHED[configured]) if configured in _WATCHED else None
     if reason is not None:
         return Refusal(reason)
     if known_gate(module) is not None:
@@ -252,24 +204,16 @@ class Experts(nn.Module):
         return experts_forward(self, *args)
 
 
-def experts_rule(original: type[nn.Module], module_name: str, *, loop_is_known: bool) -> PatchRule:
-    """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        loop_is_known: whether the loop in its own forward computes what the registered functions
-            do.
-    """
-    patched = subclass(original, Experts, module_name)
+def experts_rule(original: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for a class of experts that asks transformers' registry, or ``None``."""
+    if not asks_registry(original):
+        return None
+    patched = subclass(original, Experts)
     for cls in (original, patched):
         _read_gate(cls)
-    return PatchRule(
-        original,
-        patched,
-        "O2",
-        lambda module: _plan(module, loop_is_known=loop_is_known),
-    )
+    # Whether the loop in its own forward computes what the registered functions do.
+    loop_is_known = known_code.known_as(original, "experts") is not None
+    return PatchRule(original, patched, "O2", partial(_plan, loop_is_known=loop_is_known))
 
 
 def asks_registry(cls: type[nn.Module]) -> bool:

@@ -1,9 +1,7 @@
 """The losses of transformers' language models on ``cross_entropy``, as an attribute of the model.
 
-A model asks ``self.loss_function`` for its loss, and whoever wants another sets that attribute:
-``patch`` does nothing else. Only the library's own two losses of logits and labels are taken, for
-the causal and for the masked language model; whatever somebody has put there stays. Theirs make a
-float32 copy of the logits and of their log-softmax, these read the logits as they are.
+A model asks ``self.loss_function`` for its loss. ``patch`` sets that attribute, as a user would, in
+the place of the library's losses for causal and for masked language models; any other loss stays.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
 )
 from fusedops.integrations.hf.report import ModuleReport
-from fusedops.integrations.hf.rules.probes import resolution
-from fusedops.integrations.hf.rules.written_loss import served
+from fusedops.integrations.hf.rules.rule import resolution
+from fusedops.integrations.hf.rules.torch_functions import served
 from fusedops.ops.cross_entropy import cross_entropy
 
 LEVEL = "O2"
-OP = "cross_entropy"
-NOTE = "no float32 copy of the logits, no softmax in memory"
+_NOTE = "no float32 copy of the logits, no softmax in memory"
 
 
 def causal_lm_loss(
@@ -45,17 +42,11 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """Return the loss of the next tokens, as transformers' ``ForCausalLMLoss``.
 
-    Args:
-        logits: ``[..., seq_len, vocab_size]``.
-        labels: ``[..., seq_len]``, not shifted; ignored if ``shift_labels`` are given.
-        vocab_size: number of classes.
-        num_items_in_batch: divisor of the sum, for the mean over several batches.
-        ignore_index: label of what does not count.
-        shift_labels: labels that are shifted already.
-        **kwargs: not looked at.
+    ``labels`` are not shifted, and ignored if ``shift_labels`` are given. ``num_items_in_batch`` is
+    the divisor of the sum, for the mean over several batches.
     """
     targets: Any = labels if shift_labels is None else shift_labels
-    if not served(logits, targets) or _bypass_reason(_LOSSES[0]) is not None:
+    if not served(logits, targets) or _replaced(_LOSSES[0]) or context_obstacle():
         return loss_utils.LOSS_MAPPING["ForCausalLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -72,11 +63,8 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``.
-
-    Its arguments are those of ``causal_lm_loss``; ``labels`` ``[...]`` are not shifted.
-    """
-    if not served(logits, labels) or _bypass_reason(_LOSSES[1]) is not None:
+    """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``."""
+    if not served(logits, labels) or _replaced(_LOSSES[1]) or context_obstacle():
         return loss_utils.LOSS_MAPPING["ForMaskedLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
         )
@@ -107,8 +95,6 @@ def _loss(
 
 
 class _KnownLoss(NamedTuple):
-    """A loss of transformers, and ours."""
-
     task: str  # the name under which transformers has it
     stock: Callable[..., Any]
     fused: Callable[..., Any]
@@ -122,10 +108,7 @@ _WATCHED = watched_function(loss_utils.__name__, "fixed_cross_entropy")
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and model of all in ``model`` that ask for a loss of which there is one of ours.
-
-    Also those to which somebody has given another loss.
-    """
+    """Yield name and model of all in ``model`` whose loss is, or was, one that is known."""
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -136,8 +119,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def is_replaced(owner: Any) -> bool:
     """Return whether the loss of ``owner`` is one of ours."""
-    known = _known(_set_loss(owner))
-    return known is not None and _set_loss(owner) is known.fused
+    return any(_set_loss(owner) is known.fused for known in _LOSSES)
 
 
 def take(owner: Any) -> None:
@@ -149,22 +131,15 @@ def take(owner: Any) -> None:
 
 def restore(owner: Any) -> None:
     """Give ``owner`` the loss back that it had before ``take``; one set since then stays."""
-    known = _known(_set_loss(owner))
-    if known is None or not is_replaced(owner):
-        return
-    del owner._loss_function
-    if _loss_of(owner) is not known.stock:  # somebody had chosen it
-        owner.loss_function = known.stock
+    if is_replaced(owner):
+        known: Any = _known(_set_loss(owner))
+        del owner._loss_function
+        if _loss_of(owner) is not known.stock:  # somebody had chosen it
+            owner.loss_function = known.stock
 
 
 def entry(name: str, owner: Any, level: str) -> ModuleReport:
-    """Return the entry of the report for the loss of a model.
-
-    Args:
-        name: of the model.
-        owner: the model.
-        level: of the report.
-    """
+    """Return the entry of a report of some level for the loss of a model of some name."""
     name, loss = f"{name}.loss_function".removeprefix("."), _loss_of(owner)
     known = _known(loss)
     if known is None:
@@ -172,9 +147,11 @@ def entry(name: str, owner: Any, level: str) -> ModuleReport:
         return ModuleReport(name, cls, False, reason="a loss of its own")
     cls = known.stock.__name__
     if loss is known.fused:
-        reason = _bypass_reason(known)
-        note = NOTE if reason is None else f"steps aside now: {reason}"
-        return ModuleReport(name, cls, True, OP, resolution(OP, owner), note)
+        reason = _replaced(known) or context_obstacle()
+        note = _NOTE if reason is None else f"steps aside now: {reason}"
+        return ModuleReport(
+            name, cls, True, "cross_entropy", resolution("cross_entropy", owner), note
+        )
     reason = _refusal(known)
     later = "not patched" if level == "-" else f"from level {LEVEL} on"
     return ModuleReport(name, cls, False, reason=reason or later, failed=reason is not None)
@@ -201,18 +178,14 @@ def _loss_of(owner: Any) -> Any:
     return mapping.get(getattr(owner, "loss_type", None), mapping["ForCausalLM"])
 
 
-def _bypass_reason(known: _KnownLoss) -> str | None:
-    """Return why our loss leaves the work to transformers' now, or ``None``."""
-    return _replaced(known) or context_obstacle()
+def _replaced(known: _KnownLoss) -> str | None:
+    """Return what others have put in the place of transformers' loss, or ``None``."""
+    function = loss_utils.LOSS_MAPPING[known.task]
+    if function is not known.stock:
+        return f"the loss {known.task!r} was replaced by {name_of(function)}"
+    return replaced(_WATCHED)
 
 
 def _refusal(known: _KnownLoss) -> str | None:
     """Return why transformers' loss is not the one that ours was written for, or ``None``."""
     return _replaced(known) or unknown_code(known.stock, "losses")
-
-
-def _replaced(known: _KnownLoss) -> str | None:
-    function = loss_utils.LOSS_MAPPING[known.task]
-    if function is not known.stock:
-        return f"the loss {known.task!r} was replaced by {name_of(function)}"
-    return replaced(_WATCHED)

@@ -1,8 +1,4 @@
-"""Norms that are known by their code.
-
-A class may compute one norm or another, as its attributes say (``symbolic.py``): each call asks
-which.
-"""
+"""Norms that are known by their code; each call asks which one a class with several computes."""
 
 from __future__ import annotations
 
@@ -12,13 +8,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules.recognition import NormExpression
-from fusedops.integrations.hf.rules.rule import (
-    FusionPlan,
-    PatchRule,
-    Refusal,
-    runs_here,
-    subclass,
-)
+from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, runs_here, subclass
 from fusedops.integrations.hf.symbolic import Path, at
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.rms_norm import rms_norm
@@ -28,8 +18,6 @@ _Norms = list[tuple[Path, NormExpression]]
 
 
 class _Norm(nn.Module):
-    """The forward of every norm that is known by its code."""
-
     norms: _Norms
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -54,17 +42,12 @@ class _Norm(nn.Module):
 
 
 def _norm_of(module: Any, norms: _Norms) -> NormExpression | None:
-    """Return the norm that a module is in its current state, or ``None``."""
-    for path, norm in norms:
-        if path.holds(module):
-            return norm
-    return None
+    return next((norm for path, norm in norms if path.holds(module)), None)
 
 
 def _fits(
     norm: NormExpression, input: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: Any
 ) -> bool:
-    """Return whether the op computes the norm of this input with these parameters."""
     dtype = input.dtype
     dtypes = (dtype, torch.float32) if dtype in _HALF else (dtype,)
     return (
@@ -86,15 +69,9 @@ def _is_parameter(value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype,
     )
 
 
-def norm_rule(original: type[nn.Module], module_name: str, norms: _Norms) -> PatchRule:
-    """Return the rule for a class that computes norms.
-
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        norms: what it computes, and on which way through its forward.
-    """
-    patched = subclass(original, _Norm, module_name, norms=norms)
+def norm_rule(original: type[nn.Module], norms: _Norms) -> PatchRule:
+    """Return the rule for a class that computes norms, each on a path through its forward."""
+    patched = subclass(original, _Norm, norms=norms)
     plan = FusionPlan((norms[0][1].op,), note="known by its code")
 
     def plan_of(module: Any) -> FusionPlan | Refusal:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedops.integrations.hf.rules.activations import DropoutFunction, Function, Scale
-from fusedops.integrations.hf.rules.chain import Add, Step
-from fusedops.integrations.hf.rules.gated_mlp import GateStep
+from fusedops.integrations.hf.rules.chain import Add, GateStep, Step
+from fusedops.integrations.hf.rules.torch_modules import LinearLayer
 from fusedops.integrations.hf.symbolic import INPUT, Expression, Path, Question
 from fusedops.integrations.hf.torch_operations import is_same_value
 
@@ -18,31 +18,18 @@ Place = tuple[str, str]  # ("attribute", path)
 
 
 class NormExpression(NamedTuple):
-    """A norm over the last dimension, or over those of ``shape``.
+    """A norm over the last dimension, or over those of ``shape``."""
 
-    Attributes:
-        op: ``"rms_norm"`` or ``"layer_norm"``.
-        weight: where the weight is, if there is one.
-        bias: where the bias is, if there is one.
-        eps: the number, where it is, or ``None`` for torch's own.
-        weight_offset: as in ``rms_norm``.
-        rounding: as in ``rms_norm``.
-        shape: where ``normalized_shape`` is; ``None`` for the last dimension.
-        wide: whether the code computes in float32.
-        narrowed: whether it returns the dtype of the input at last.
-        one_dtype: whether weight and input must have one.
-    """
-
-    op: str
+    op: str  # "rms_norm" or "layer_norm"
     weight: Place | None = None
     bias: Place | None = None
-    eps: float | Place | None = None
-    weight_offset: float = 0.0
-    rounding: str = "torch"
-    shape: Place | None = None
-    wide: bool = True
-    narrowed: bool = False
-    one_dtype: bool = False
+    eps: float | Place | None = None  # ``None`` for torch's own
+    weight_offset: float = 0.0  # as in ``rms_norm``
+    rounding: str = "torch"  # as in ``rms_norm``
+    shape: Place | None = None  # where ``normalized_shape`` is
+    wide: bool = True  # whether the code computes in float32
+    narrowed: bool = False  # whether it returns the dtype of the input at last
+    one_dtype: bool = False  # whether weight and input must have one
 
 
 def norm_of(expression: Expression) -> NormExpression | None:
@@ -62,7 +49,6 @@ def _without_cast(expression: Expression) -> tuple[bool, Expression]:
 
 
 def _functional(expression: Expression) -> NormExpression | None:
-    """Return the norm of a call of ``F.layer_norm`` or ``F.rms_norm``."""
     match expression:
         case ("layer_norm" | "rms_norm" as op, source, *options) if source in (INPUT, _WIDE):
             given: dict[str, Any] = dict(options)
@@ -86,7 +72,6 @@ def _functional(expression: Expression) -> NormExpression | None:
 
 
 def _formula(expression: Expression) -> NormExpression | None:
-    """Return the norm that is written as a formula."""
     for weight, normed in factors(expression):
         place_and_offset = _weight(weight)
         narrowed, content = _without_cast(normed)
@@ -115,14 +100,12 @@ def factors(expression: Expression) -> list[tuple[Expression, Expression]]:
 def _weight(expression: Expression) -> tuple[Place, float] | None:
     """Return where a weight is, and what is added to it."""
     match expression:
-        case ("add", int(offset) | float(offset), weight) | (
-            "add",
-            weight,
-            int(offset) | float(offset),
-        ):
+        case ("add", weight, int(offset) | float(offset)):
             place = _weight(weight)
             wide = weight[0] == "cast"  # a sum in half precision is rounded
             return (place[0], float(offset)) if place is not None and wide else None
+        case ("add", int() | float() as offset, weight):
+            return _weight(("add", weight, offset))
         case ("cast", ("attribute", _) as place, torch.float32):
             return place, 0.0
         case ("attribute", str()):
@@ -135,16 +118,13 @@ def _normalised(expression: Expression) -> NormExpression | None:
     for factor, row in factors(expression):
         match factor:
             case ("rsqrt", ("add", ("mean", ("square", squared)), eps)) if _is_number(eps):
-                pass
-            case _:
-                continue
-        for source in (_WIDE, INPUT):
-            wide = source == _WIDE
-            if squared == source and row in (source, INPUT):
-                return NormExpression("rms_norm", eps=eps, wide=wide)
-            centred = ("sub", source, ("mean", source))
-            if squared == centred and row == centred:
-                return NormExpression("layer_norm", eps=eps, wide=wide)
+                for source in (_WIDE, INPUT):
+                    wide = source == _WIDE
+                    if squared == source and row in (source, INPUT):
+                        return NormExpression("rms_norm", eps=eps, wide=wide)
+                    centred = ("sub", source, ("mean", source))
+                    if squared == centred and row == centred:
+                        return NormExpression("layer_norm", eps=eps, wide=wide)
     return None
 
 
@@ -187,7 +167,6 @@ def _sum_of(expression: Expression) -> tuple[Add | None, Expression]:
 
 
 def _gate_of(expression: Expression) -> GateStep | None:
-    """Return the gate that an expression is, or ``None``."""
     for gate, up in factors(expression):
         activation, projected = activation_of(gate)
         if activation is None:
@@ -250,36 +229,25 @@ def _in_place(options: list[Any]) -> bool:
     return options not in ([], [("inplace", False)])
 
 
-def is_linear(paths: tuple[Path, ...]) -> bool | None:
-    """Return whether a class with a weight and perhaps a bias is a linear layer, by its code.
-
-    Returns:
-        ``True`` if it calls torch's; ``False`` if it adds its bias to the product afterwards, which
-        rounds twice; ``None`` if it is another layer.
-    """
+def linear_layer_of(paths: tuple[Path, ...]) -> LinearLayer | None:
+    """Return the linear layer that a class with a weight and perhaps a bias is by its code."""
     results = {path.answers: path.result for path in paths}
     weight, bias = ("attribute", "weight"), ("attribute", "bias")
     if results == {(): ("linear", INPUT, ("weight", weight), ("bias", bias))}:
-        return True
+        return LinearLayer()
     product = ("matmul", INPUT, ("attribute", "weight.T"))
     has_bias = Question("bias", "is_not", None)
     if results == {((has_bias, True),): ("add", product, bias), ((has_bias, False),): product}:
-        return False
+        return LinearLayer(rounds_twice=True)
     return None
 
 
 class ClampedGate(NamedTuple):
-    """``(clamp(up, -limit, limit) + 1) * swish(min(gate, limit))``, the gate of GPT-OSS.
+    """``(clamp(up, -limit, limit) + 1) * swish(min(gate, limit))``, the gate of GPT-OSS."""
 
-    Attributes:
-        slope: that of ``swish``, or where it is.
-        limit: the bound, or where it is.
-        interleaved: whether gate and up are columns next to one another, else halves.
-    """
-
-    slope: Any
-    limit: Any
-    interleaved: bool
+    slope: Any  # that of ``swish``, or where it is
+    limit: Any  # the bound, or where it is
+    interleaved: bool  # whether gate and up are columns next to one another, else halves
 
 
 def clamped_gate_of(expression: Expression) -> ClampedGate | None:

@@ -1,15 +1,14 @@
 """Layers of transformers in which a residual sum and the norm after it are one op.
 
 A family gives the forward of its layer as a function of the layer, of the hidden states and of all
-other arguments by the names that the original has for them: an argument that a release renamed or
-moved is handed on under its name there.
+other arguments by the names that the original has for them in the installed release.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,40 +32,7 @@ remember(nn.Dropout)
 
 # Arguments that a release renamed: it still takes the former name, which its decorator replaces.
 _RENAMED = (("past_key_values", "cache"),)  # 5.24
-
-
-class _Layer(NamedTuple):
-    """What a class of layers computes.
-
-    Attributes:
-        compute: the family's function.
-        obstacle: returns why it must not run for a layer now, or ``None``.
-        defaults: those of the original's arguments after the hidden states.
-        names: of these arguments, by their place.
-    """
-
-    compute: Callable[..., Any]
-    obstacle: Callable[[Any], str | None]
-    defaults: dict[str, Any]
-    names: tuple[str, ...]
-
-
-class ResidualLayer(nn.Module):
-    """The forward of every layer that a family replaces."""
-
-    fused_layer: _Layer
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the family's function returns for arguments with the original's names."""
-        layer = self.fused_layer
-        if (
-            not runs_here(hidden_states)
-            or any(former in kwargs and name in layer.names for former, name in _RENAMED)
-            or layer.obstacle(self) is not None
-        ):
-            return super().forward(hidden_states, *args, **kwargs)
-        options = layer.defaults | dict(zip(layer.names, args, strict=False)) | kwargs
-        return layer.compute(self, hidden_states, **options)
+Names = tuple[str, ...]
 
 
 def add_norm(
@@ -82,19 +48,15 @@ def probability(dropout: Any) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-Names = tuple[str, ...]
-
-
 def layer_rule(
     original: type[nn.Module],
-    module_name: str,
     *,
     compute: Callable[..., Any],
     norms: Names | Callable[[Any], Names] = (),
     dropouts: Names = (),
     ops: Names = (),
     feed_forward: tuple[chain.Step, ...] = (),
-    base: type[ResidualLayer] = ResidualLayer,
+    base: type[nn.Module] | None = None,
 ) -> PatchRule:
     """Return the rule for a layer whose forward does the work of some norms and dropouts.
 
@@ -102,13 +64,12 @@ def layer_rule(
 
     Args:
         original: the class.
-        module_name: holds the patched class.
         compute: the fused forward, see the top of this file.
         norms: names of the norms behind a sum, each for ``add_norm``; or what they are in a layer.
         dropouts: names of the dropouts that the forward does not call.
         ops: what it calls but for norms and feed-forward layer.
         feed_forward: the steps of the feed-forward layer, if they are children of the layer.
-        base: has the forward that calls ``compute``.
+        base: has further methods of the patched class.
     """
 
     def names_of(layer: Any) -> Names:
@@ -132,14 +93,25 @@ def layer_rule(
         fused = (("add_layer_norm",) if names else ()) + ops
         products = chain.chain_plan(layer, feed_forward) if feed_forward else FusionPlan(())
         if isinstance(products, Refusal):
-            return FusionPlan(fused, names + dropouts, f"without mlp: {products.reason}")
+            products = FusionPlan((), note=f"without mlp: {products.reason}")
         children = names + dropouts + products.absorbs
         return FusionPlan((*products.ops, *fused), children, products.note)
 
-    arguments = list(inspect.signature(original.forward).parameters.values())[2:]
+    arguments = list(inspect.signature(original.forward).parameters.values())[1:]
     defaults = {a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty}
     by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     places = tuple(a.name for a in arguments if a.kind is by_place)
-    layer = _Layer(compute, obstacle, defaults, places)
-    patched = subclass(original, base, module_name, fused_layer=layer)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = defaults | dict(zip(places, args, strict=False)) | kwargs
+        hidden_states = options.pop(places[0], None)
+        if (
+            not runs_here(hidden_states)
+            or any(former in kwargs and name in places for former, name in _RENAMED)
+            or obstacle(self) is not None
+        ):
+            return original.forward(self, *args, **kwargs)
+        return compute(self, hidden_states, **options)
+
+    patched = subclass(original, base, forward=forward)
     return PatchRule(original, patched, "O2" if feed_forward else "O1", plan)

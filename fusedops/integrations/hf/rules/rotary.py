@@ -1,10 +1,7 @@
 """Rotary embedding in attention modules, whose families each have their ``apply_rotary_pos_emb``.
 
-It is a function of the family's file that the attention's ``forward`` calls by its global name.
-Replacing it there would change every model of the process, and rewriting the forward would
-tie it to one version of transformers. Instead the patched class gets the same code, for which the
-name stands for the fused op. The rule sees to it that the original runs where one of the names
-means something else by now.
+The patched class has the same code, for which this global name stands for the fused op. The file's
+function runs where its code has been changed.
 """
 
 from __future__ import annotations
@@ -25,11 +22,7 @@ _INTERLEAVED = "apply_rotary_pos_emb_interleave"
 
 
 def fused_rotary(forward: Any) -> dict[str, Any]:
-    """Return what stands for the rotary functions that a forward calls, by their global names.
-
-    Args:
-        forward: of an attention class.
-    """
+    """Return what stands for the rotary functions that a forward calls, by their global names."""
     others = {}
     for name in set(names_in(forward.__code__)) & {_NAME, _INTERLEAVED}:
         known = known_code.known_as(forward.__globals__.get(name), "rotary")
@@ -40,13 +33,13 @@ def fused_rotary(forward: Any) -> dict[str, Any]:
 
 def _fused(namespace: dict[str, Any], name: str, known: str) -> Callable[..., Any]:
     """Return a function with the fused op for arguments that it takes, else the file's own."""
-    prepared = _PREPARED.get(known, _as_given)
+    prepared = _PREPARED.get(known)
     watched = watched_function(namespace["__name__"], name)
 
     @wraps(namespace[name])
     def apply_rotary(*args: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if not options and len(args) == 4 and _fits(*args) and replaced(watched) is None:
-            q, k, cos, sin = prepared(*args)
+            q, k, cos, sin = args if prepared is None else prepared(*args)
             if known in _PARTIAL or cos.shape[-1] == q.shape[-1]:
                 return rotary_embedding(q, k, cos, sin)
         output: tuple[torch.Tensor, torch.Tensor] = namespace[name](*args, **options)
@@ -55,31 +48,21 @@ def _fused(namespace: dict[str, Any], name: str, known: str) -> Callable[..., An
     return apply_rotary
 
 
-def _as_given(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return args
-
-
-def _whole_tables(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
+def _expanded_tables(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
     return q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def _deinterleaved(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
     """Return the arguments for DeepSeek's function: neighbours form pairs before, halves after."""
-    return _halves(q), _halves(k), cos, sin
-
-
-def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with the first elements of all pairs before the second ones."""
-    return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+    q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (q, k))
+    return q, k, cos, sin
 
 
 # Known function -> what makes the arguments of the op from its own.
 _PREPARED = {
-    "gpt_oss.apply_rotary_pos_emb": _whole_tables,
+    "gpt_oss.apply_rotary_pos_emb": _expanded_tables,
     "deepseek_v3.apply_rotary_pos_emb_interleave": _deinterleaved,
 }
-
-
 # Functions that rotate the first elements of a head, as many as the tables have.
 _PARTIAL = ("gpt_neox.apply_rotary_pos_emb", "phi3.apply_rotary_pos_emb")
 

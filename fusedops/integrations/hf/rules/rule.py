@@ -1,24 +1,16 @@
 """What a replacement rule is, and when a fused module steps aside.
 
-A rule gives an instance another class: a subclass of its own class with a fused ``forward``. The
-module object, its parameters, buffers, hooks and children stay, other instances of the class are
-untouched, and taking the class back restores the old behaviour to the bit. The subclass lives at
-module level under the name of its base, so that pickling, ``isinstance`` and the places where
-transformers and accelerate compare class *names* (``_no_split_modules``) keep working.
-
-What the original's code reads is watched (``original_code.py``): a rule has the list because it has
-an original. A call runs the original forward where anything on the list was replaced, where an
-argument is one that the fused forward does not know, and where a tensor is of a class that the ops
-do not know. A fused forward also does the work of children without calling them.
-Whatever somebody hung on such a child (a hook, an adapter, a quantised class, a parametrization)
-would be lost: ``bypass_obstacle`` is asked each time.
+A rule gives an instance another class: a subclass of its own class with a fused ``forward``, under
+the same name, because transformers and accelerate compare class names (``_no_split_modules``). What
+the original's code reads is watched (``original_code.py``). A fused forward also does the work of
+children without calling them. A hook, an adapter, a quantised class or a parametrization of such a
+child would be lost: ``bypass_obstacle`` is asked each time.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from fusedops._core import backends
+from fusedops.integrations.hf import patched as patched_modules
 from fusedops.integrations.hf.original_code import (
     KNOWN,
     WatchList,
@@ -39,38 +33,29 @@ from fusedops.integrations.hf.original_code import (
 from fusedops.integrations.hf.partitioned_weights import only_gather
 
 LEVELS = ("O0", "O1", "O2", "O3")
+# Where classes come from that may do something for each class that is derived from them.
+_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
 
 
 class FusionPlan(NamedTuple):
-    """What the fused forward of an instance does in its current state.
+    """What the fused forward of an instance does in its current state."""
 
-    Attributes:
-        ops: names of the fused ops that it calls; none if torch's are as fast.
-        absorbs: paths of the children whose work it does without calling them.
-        note: what a reader of the report should know.
-    """
-
-    ops: tuple[str, ...]
-    absorbs: tuple[str, ...] = ()
-    note: str | None = None
+    ops: tuple[str, ...]  # that it calls; none if torch's are as fast
+    absorbs: tuple[str, ...] = ()  # paths of the children whose work it does without calling them
+    note: str | None = None  # for the report
 
 
 class Refusal(NamedTuple):
-    """Why the original forward of an instance must run.
+    """Why the original forward of an instance must run."""
 
-    Attributes:
-        reason: for the report.
-        concerns: whether the rule is for such instances, so that ``strict`` raises.
-    """
-
-    reason: str
-    concerns: bool = True
+    reason: str  # for the report
+    concerns: bool = True  # whether the rule is for such instances, so that ``strict`` raises
 
 
 NOT_APPLICABLE = Refusal("not applicable", concerns=False)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PatchRule:
     """How instances of one class are replaced."""
 
@@ -80,13 +65,12 @@ class PatchRule:
     # What the fused forward of an instance does now, or why it must not run
     plan: Callable[[Any], FusionPlan | Refusal]
     methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
-    # Whether each call asks for the plan and for kernels that serve its first argument; otherwise
-    # ``methods`` find that out themselves
+    # Whether each call asks for kernels that serve its first argument; otherwise ``methods`` do
     guarded: bool = False
     # Whether these have the code of ``original`` with a few other globals
     copies_code: bool = False
     # What these methods of ``original`` read when the rule was made
-    watched: WatchList = field(init=False)
+    watched: WatchList = field(init=False, default=WatchList())
     # Name of another class with the same code that the rule was written for
     copy_of: str | None = field(init=False, default=None)
 
@@ -100,13 +84,14 @@ class PatchRule:
         own = [
             name for name in self.methods if getattr(patched, name) is not getattr(original, name)
         ]
-        object.__setattr__(self, "watched", watched if own else WatchList())
+        if not own:
+            return
+        self.watched = watched
         for name in own:
             setattr(patched, name, _with_fallback(self, name))
         # What a base does with the forward of each new class it does with this one too: the layers
         # of transformers put checkpointing around it (from 5.23 on).
-        if own:
-            super(patched, patched).__init_subclass__()
+        super(patched, patched).__init_subclass__()
 
     def current_plan(self, module: nn.Module) -> FusionPlan | Refusal:
         """Return what an instance would do if it is patched, or why its original must run."""
@@ -135,14 +120,13 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
     forward that they read from the instance. Dynamo evaluates the conditions when it compiles, and
     makes guards of them.
     """
-    original, patched, watched = rule.original, rule.patched, rule.watched
-    guarded, plan = rule.guarded, rule.plan
+    original, patched, watched, guarded = rule.original, rule.patched, rule.watched, rule.guarded
     fused = getattr(patched, name)
     most, keywords = _known_arguments(fused, getattr(original, name))
     first = list(inspect.signature(fused).parameters)[1]
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        input = args[0] if args else kwargs.get(first)
+        input: Any = args[0] if args else kwargs.get(first)
         if (
             not isinstance(self, patched)
             or len(args) > most
@@ -150,8 +134,7 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
             or (isinstance(input, torch.Tensor) and not is_plain(input))
             or changed(watched, self)
             or context_obstacle()
-            or (guarded and (input is None or not runs_here(input)))
-            or (guarded and isinstance(plan(self), Refusal))
+            or (guarded and not runs_here(input))
         ):
             return getattr(original, name)(self, *args, **kwargs)
         return fused(self, *args, **kwargs)
@@ -198,17 +181,6 @@ def rule_of(module: nn.Module) -> PatchRule | None:
     return getattr(type(module), "fused_rule", None)
 
 
-def absorbed(module: nn.Module) -> set[str]:
-    """Return the names of the children whose work the fused forward of ``module`` does now."""
-    rule = rule_of(module)
-    plan = None if rule is None or context_obstacle() is not None else rule.current_plan(module)
-    return set(plan.absorbs) if isinstance(plan, FusionPlan) else set()
-
-
-# Where classes come from that may do something for each class that is derived from them.
-_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
-
-
 def registering_bases(cls: type) -> list[type]:
     """Return the bases of users that do something for each class that is derived from them."""
     bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
@@ -223,42 +195,27 @@ class _Unregistered(nn.Module):
 
 
 def subclass(
-    original: type[nn.Module],
-    forward: type[nn.Module] | None,
-    module_name: str,
-    /,
-    **attributes: Any,
+    original: type[nn.Module], forward: type[nn.Module] | None = None, /, **attributes: Any
 ) -> type[nn.Module]:
-    """Return a class of the name of ``original`` with the forward of another in front.
+    """Return a class of the name of ``original``, which pickling finds by the rule (``patched``).
 
-    Args:
-        original: the class.
-        forward: a class with the fused forward, whose ``super().forward`` will be the original's;
-            ``None`` if it is among the attributes.
-        module_name: name of the module in which pickling finds the new class.
-        **attributes: of the class.
+    ``forward`` is a class with the fused forward, whose ``super().forward`` will be the original's;
+    or this is among the attributes of the new class.
     """
     body = attributes | {
-        "__module__": module_name,
+        "__module__": patched_modules.module_of(original),
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
     # Registries of users keep the stock classes, of which new models are made.
     first = (_Unregistered,) if registering_bases(original) else ()
     second = () if forward is None else (forward,)
-    patched = type(original.__name__, (*first, *second, original), body)
-    module = sys.modules[module_name]
-    if "__getattr__" not in vars(module):  # else it finds the class by the rule of the original
-        setattr(module, original.__name__, patched)
-    return patched
+    return type(original.__name__, (*first, *second, original), body)
 
 
 def bypass_obstacle(name: str, child: Any, classes: Container[type]) -> str | None:
     """Return why the work of ``child`` must not be done without calling it, or ``None``.
 
-    Args:
-        name: the child's name, for the message.
-        child: the current child.
-        classes: the classes that the fused forward knows; a subclass may compute anything.
+    ``classes`` are those that the fused forward knows; a subclass may compute anything.
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
@@ -277,18 +234,6 @@ def hooks_obstacle(name: str, child: Any) -> str | None:
     if "forward" in child.__dict__:
         return f"{name}.forward is overridden on the instance"
     return None
-
-
-def configuration_obstacle(module: Any, condition: Callable[[Any], bool] | None) -> str | None:
-    """Return why an instance does not compute now what its rule is for, or ``None``.
-
-    Args:
-        module: the instance.
-        condition: what must be true of it; ``None``: nothing.
-    """
-    if condition is None or condition(module):
-        return None
-    return "it is configured to compute something else"
 
 
 def global_hooks() -> str | None:
@@ -310,3 +255,29 @@ def runs_here(input: torch.Tensor) -> bool:
         and not input.is_nested
         and input.layout is torch.strided
     )
+
+
+def empty_like_parameters(module: nn.Module) -> torch.Tensor:
+    """Return an empty tensor of the dtype and on the device of a module's parameters.
+
+    A plain one, whatever they are: a quantised weight cannot make others like itself. A layer
+    whose weights are packed in integers has none; what it computes is float32.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(0)
+
+
+def resolution(op: str, module: nn.Module) -> str:
+    """Return which backend would run an op for this module, and why."""
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return "known when the parameters are on a device"
+    # Dtype and device decide, and sizes that are small here.
+    arguments = getattr(torch.ops.fusedops, op).default._schema.arguments
+    tensor = empty_like_parameters(module).new_zeros(1, 1, 1, 8)
+    try:
+        return str(backends.resolve(op, *[tensor] * len(arguments)))
+    except Exception as error:  # the module's forward would say so: a report never does
+        return f"not known: {error}"

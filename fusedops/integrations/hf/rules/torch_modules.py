@@ -1,14 +1,12 @@
 """Rules for torch's own modules, by exact type.
 
-A linear layer on its own is only worth replacing where the own product is faster than torch's:
-``own_product`` says where. With an activation behind it (``sequential.py``), it always is.
+A linear layer alone is only replaced where ``own_product`` says that this is faster than torch's.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +15,23 @@ from torch import nn
 from fusedops import nn as fused
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
     Refusal,
     always,
     bypass_obstacle,
+    empty_like_parameters,
     runs_here,
 )
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.runtime.architecture import is_by_intel
+
+AS_FAST = "torch's own product is as fast here"
 
 
 def own_product(input: torch.Tensor) -> bool:
@@ -50,13 +51,9 @@ _SERVED = _HALF if is_by_intel() and torch.backends.mkl.is_available() else (tor
 def torchs_product_is_faster(tensor: torch.Tensor) -> bool:
     """Return whether torch's product and another op behind it are faster than one fused op.
 
-    Args:
-        tensor: the input, or a weight of its dtype.
+    ``tensor`` is the input, or a weight of its dtype.
     """
     return tensor.is_cpu and _product_dtype(tensor) == torch.float32 not in _SERVED
-
-
-FASTER_PRODUCT = "torch's product of float32 is faster on this processor"
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
@@ -141,49 +138,45 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
         return super().forward(input, target)
 
 
-# Class of a linear layer -> whether its bias is part of the product; ``by_code.py`` adds those that
-# are linear layers by their code.
-LINEARS: ClassTable[bool] = ClassTable("linear")
-LINEARS[nn.Linear] = LINEARS[Linear] = True
-# Classes whose weight is [in, out] -> why the product of one must not be done without calling it.
-TRANSPOSED: dict[type, Callable[[str, Any], str | None]] = {}
+class LinearLayer(NamedTuple):
+    """What a class of linear layers does in another way than torch's."""
+
+    is_transposed: bool = False  # its weight is ``[in, out]``
+    rounds_twice: bool = False  # it adds its bias to the rounded product
 
 
-def _gelu_name(module: Any) -> str | None:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+# ``by_code.py`` adds those that are linear layers by their code.
+LINEARS: ClassTable[LinearLayer] = ClassTable("linear")
+LINEARS[nn.Linear] = LINEARS[Linear] = LinearLayer()
+LINEAR_BASES: list[type[nn.Module]] = [nn.Linear]
 
-
-activations.KNOWN.update({nn.GELU: _gelu_name, GELU: _gelu_name, nn.SiLU: "silu", nn.ReLU: "relu"})
-for _activation in (nn.SiLU, nn.ReLU):
+for _gelu in (nn.GELU, GELU):
+    activations.KNOWN[_gelu] = lambda module: activations.FORMS["gelu"].get(module.approximate)
+for _activation, _name in ((nn.SiLU, "silu"), (nn.ReLU, "relu")):
+    activations.KNOWN[_activation] = _name
     remember(_activation)
 activations.FUNCTIONS.update({F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"})
 
 
 def is_linear(module: Any) -> bool:
     """Return whether a module is a linear layer, also one of a class that was derived from it."""
-    return isinstance(module, (nn.Linear, *TRANSPOSED))
+    return isinstance(module, tuple(LINEAR_BASES))
 
 
 def product_obstacle(name: str, module: Any) -> str | None:
-    """Return why a product with the weight of ``module`` must not be done without calling it."""
-    return TRANSPOSED.get(type(module), linear_obstacle)(name, module)
+    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
+    reason = bypass_obstacle(name, module, LINEARS)
+    if reason is None and LINEARS[type(module)].rounds_twice and module.bias is not None:
+        reason = f"{name} adds its bias to the rounded product"
+    if reason is None and LINEARS[type(module)].is_transposed and gathers_on_access(module):
+        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
+    return reason
 
 
 def weight_of(linear: Any) -> torch.Tensor:
     """Return the weight of a linear layer as ``[out, in]``."""
     weight: torch.Tensor = linear.weight
-    return weight.t() if type(linear) in TRANSPOSED else weight
-
-
-def linear_obstacle(name: str, module: Any) -> str | None:
-    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
-    reason = bypass_obstacle(name, module, LINEARS)
-    if reason is None and not LINEARS[type(module)] and module.bias is not None:
-        reason = f"{name} adds its bias to the rounded product"
-    return reason
-
-
-AS_FAST = "torch's own product is as fast here"
+    return weight.t() if LINEARS[type(linear)].is_transposed else weight
 
 
 def product_plan(module: nn.Module) -> FusionPlan:

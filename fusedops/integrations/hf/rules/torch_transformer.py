@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf import known_code, patched
+from fusedops.integrations.hf import known_code
 from fusedops.integrations.hf.rules import chain
-from fusedops.integrations.hf.rules.residual_norm import ResidualLayer, add_norm, layer_rule
+from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule
 from fusedops.integrations.hf.rules.rule import PatchRule, Refusal, runs_here, subclass
 
 
-class _Layer(ResidualLayer):
+class _Layer(nn.Module):
     """What both layers share; also torch's own forward calls ``_ff_block``."""
 
     fused_rule: PatchRule
     steps: tuple[str, ...]
 
     def _ff_block(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not runs_here(x) or self.fused_rule.bypass_reason(self) is not None:
-            original: Any = self.fused_rule.original
-            output: torch.Tensor = original._ff_block(self, x)
+        rule: Any = self.fused_rule
+        if not runs_here(x) or rule.bypass_reason(self) is not None:
+            output: torch.Tensor = rule.original._ff_block(self, x)
             return output
         return chain.run(self, self.steps, x)
 
@@ -36,17 +36,9 @@ class _Layer(ResidualLayer):
 class _EncoderLayer(_Layer):
     steps = ("linear1", "activation", "dropout", "linear2", "dropout2")
 
-    def forward(self, src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Return the residual stream after the layer."""
-        return super().forward(src, *args, **kwargs)
-
 
 class _DecoderLayer(_Layer):
     steps = ("linear1", "activation", "dropout", "linear2", "dropout3")
-
-    def forward(self, tgt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Return the residual stream after the layer."""
-        return super().forward(tgt, *args, **kwargs)
 
 
 def _encode(
@@ -107,14 +99,11 @@ def _rule(
     compute: Callable[..., torch.Tensor],
     norms: tuple[str, ...],
 ) -> PatchRule:
-    module_name = patched.module_of(original)
     if known_code.known_as(original, "torch_transformer") is None:
         refusal = Refusal(f"this torch has another {original.__name__}, whose code is not known")
-        unchanged = subclass(original, None, module_name)
-        return PatchRule(original, unchanged, "O2", lambda layer: refusal)
+        return PatchRule(original, subclass(original), "O2", lambda layer: refusal)
     return layer_rule(
         original,
-        module_name,
         compute=compute,
         norms=lambda layer: norms[1:] if layer.norm_first else norms,
         feed_forward=base.steps,

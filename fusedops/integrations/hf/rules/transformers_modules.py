@@ -1,13 +1,10 @@
 """Rules for the modules that transformers' families share: ``Conv1D`` and the activations.
 
-The names mislead: transformers' ``gelu`` is the erf form, ``gelu_new``, ``gelu_fast``,
-``gelu_accurate`` and ``gelu_pytorch_tanh`` are the tanh form, ``quick_gelu`` is FastGelu. An
-activation is known by its class here, never by its name in a configuration.
+An activation is known by its class, because the names mislead: transformers' ``gelu`` is the erf
+form, ``gelu_new``, ``gelu_fast``, ``gelu_accurate`` and ``gelu_pytorch_tanh`` are the tanh form.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,33 +14,35 @@ from transformers import pytorch_utils
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.rule import PatchRule, always, bypass_obstacle, subclass
-from fusedops.integrations.hf.rules.torch_modules import TRANSPOSED, own_product, product_plan
+from fusedops.integrations.hf.rules.chain import GELUS
+from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
+from fusedops.integrations.hf.rules.torch_modules import (
+    LINEAR_BASES,
+    LINEARS,
+    LinearLayer,
+    own_product,
+    product_plan,
+)
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
-# Class in transformers.activations -> (argument of gelu, name of the activation in linear_act).
-_GELUS = {
-    "GELUActivation": ("none", "gelu"),
-    "NewGELUActivation": ("tanh", "gelu_tanh"),
-    "FastGELUActivation": ("tanh", "gelu_tanh"),
-    "AccurateGELUActivation": ("tanh", "gelu_tanh"),
-    "GELUTanh": ("tanh", "gelu_tanh"),
-    "QuickGELUActivation": ("fast", "fast_gelu"),
-}
-_OTHERS = {
+# Class in transformers.activations -> name of the activation in linear_act.
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "QuickGELUActivation": "fast_gelu",
     "SiLUActivation": "silu",
     "ReLUSquaredActivation": "relu2",
     "LinearActivation": "identity",
 }
-
 # Formulae that contain pow: CUDA's autocast computes it in float32, so that all of it is.
 _WITH_POW = {"NewGELUActivation", "AccurateGELUActivation"}
 
 
 class _Gelu(nn.Module):
-    """The forward of every patched GELU."""
-
     approximate: str
     widens: bool
 
@@ -53,37 +52,25 @@ class _Gelu(nn.Module):
         return gelu(input, self.approximate)
 
 
-def gelu_rule(
-    original: type[nn.Module],
-    module_name: str,
-    approximate: str,
-    activation: str,
-    *,
-    widens: bool = False,
-) -> PatchRule:
+def gelu_rule(original: type[nn.Module], activation: str, *, widens: bool = False) -> PatchRule:
     """Return the rule for a class of GELU, and let it be part of other ops.
 
-    Args:
-        original: the class.
-        module_name: holds the patched class.
-        approximate: as in ``gelu``.
-        activation: its name in ``linear_act``.
-        widens: whether CUDA's autocast computes it in float32.
+    ``activation`` is the name in ``linear_act``; ``widens`` says whether CUDA's autocast computes
+    it in float32.
     """
-    patched = subclass(original, _Gelu, module_name, approximate=approximate, widens=widens)
+    patched = subclass(original, _Gelu, approximate=GELUS[activation], widens=widens)
     activations.KNOWN.update({original: activation, patched: activation})
     return PatchRule(original, patched, "O1", always("gelu"), guarded=True)
 
 
-_GELU_RULES = [
-    gelu_rule(getattr(originals, _name), __name__, *_forms, widens=_name in _WITH_POW)
-    for _name, _forms in _GELUS.items()
-    if hasattr(originals, _name)  # others are added or removed by a later transformers
-]
-for _name, _activation in _OTHERS.items():
-    if hasattr(originals, _name):
-        activations.KNOWN[getattr(originals, _name)] = _activation
-        remember(getattr(originals, _name))
+_gelu_rules = []
+for _name, _activation in _ACTIVATIONS.items():
+    _original = getattr(originals, _name, None)  # a later transformers adds or removes some
+    if _original is not None and _activation in GELUS:
+        _gelu_rules.append(gelu_rule(_original, _activation, widens=_name in _WITH_POW))
+    elif _original is not None:
+        activations.KNOWN[_original] = _activation
+        remember(_original)
 
 
 class Conv1D(pytorch_utils.Conv1D):
@@ -96,18 +83,6 @@ class Conv1D(pytorch_utils.Conv1D):
         return linear_act(x, self.weight.t(), self.bias, activation="identity")
 
 
-CONV1DS = (pytorch_utils.Conv1D, Conv1D)
-
-
-def conv1d_obstacle(name: str, module: Any) -> str | None:
-    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
-    reason = bypass_obstacle(name, module, CONV1DS)
-    if reason is None and gathers_on_access(module):
-        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
-    return reason
-
-
-TRANSPOSED.update(dict.fromkeys(CONV1DS, conv1d_obstacle))
-
-
-RULES = (PatchRule(pytorch_utils.Conv1D, Conv1D, "O2", product_plan), *_GELU_RULES)
+LINEARS[pytorch_utils.Conv1D] = LINEARS[Conv1D] = LinearLayer(is_transposed=True)
+LINEAR_BASES.append(pytorch_utils.Conv1D)
+RULES = (PatchRule(pytorch_utils.Conv1D, Conv1D, "O2", product_plan), *_gelu_rules)

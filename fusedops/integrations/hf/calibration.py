@@ -1,20 +1,21 @@
 """Which is faster here, the patched module or the stock one: ``patch(..., calibrate=True)``.
 
 The first module of each class, shape and setting is timed on the inputs that it received in the
-user's example step, patched and stock in alternation: the forward, and the backward if the step
-computed gradients. What the fused forward of a module does for its children counts for the module;
-they are measured only if it was slower. A module that cannot be measured stays patched.
+user's example step, patched and stock in alternation. A file keeps the results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,16 +23,17 @@ from torch import nn
 from fusedops._core import backends
 from fusedops._core.dtypes import autocast_dtype
 from fusedops.integrations.hf.example_step import copied, tensors_in
-from fusedops.integrations.hf.rules.probes import empty_like_parameters
+from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.rules.rule import (
     Refusal,
-    absorbed,
+    empty_like_parameters,
     global_hooks,
     hooks_obstacle,
     rule_of,
 )
 from fusedops.runtime.architecture import architecture
 from fusedops.runtime.timer import BriefClock, TimingPlan, Variant, clock_for, measure
+from fusedops.terminal import files
 
 # Seconds for one model.
 BUDGET = 2.0
@@ -41,6 +43,7 @@ MARGIN = 0.05
 ROUNDS = 5
 _STOCK, _PATCHED = "stock", "patched"
 _NO_SETTINGS = ("layer_idx", "layer_id", "training")
+_KIND, SCHEMA = "calibration", 2
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ def forget(model: nn.Module) -> None:
         _FINDINGS.pop(module, None)
 
 
-@dataclass(frozen=True)
-class _ModuleCall:
+class _ModuleCall(NamedTuple):
     """The inputs of a module in the example step, and the state in which it was called."""
 
     inputs: Any  # arguments and keywords
@@ -124,13 +126,7 @@ def calibrate(
 ) -> dict[str, CalibrationFinding]:
     """Take the patched class from the modules of ``model`` whose stock forward is faster here.
 
-    Args:
-        model: patched; its state may change.
-        recorder: of the inputs of its modules.
-        known: findings by key that are not measured.
-
-    Returns:
-        The findings by key, those that were known included.
+    ``known`` findings, by key, are not measured; they are returned with the others.
     """
     deadline = time.perf_counter() + BUDGET
     findings = dict(known)
@@ -150,15 +146,19 @@ def calibrate(
 
 def _to_decide(model: nn.Module, decided: set[nn.Module]) -> list[nn.Module]:
     """Return the patched modules that do work of their own now and are not decided yet."""
-    inside = decided.union(*(_does_work_of(module) for module in model.modules()))
+    inside = decided.union(*map(_does_work_of, model.modules()))
     rules = {module: rule_of(module) for module in model.modules() if module not in inside}
     return [module for module, rule in rules.items() if rule and type(module) is rule.patched]
 
 
 def _does_work_of(module: nn.Module) -> list[nn.Module]:
     """Return all modules below ``module`` that its fused forward does not call now."""
-    names = absorbed(module)  # some families of a rule lack a child that others have
-    below = [child for name, child in module.named_modules() if name in names]
+    rule = rule_of(module)
+    plan = None if rule is None or context_obstacle() is not None else rule.current_plan(module)
+    if plan is None or isinstance(plan, Refusal):
+        return []
+    # Some families of a rule lack a child that others have.
+    below = [child for name, child in module.named_modules() if name in plan.absorbs]
     return [part for child in below for part in child.modules()]
 
 
@@ -188,7 +188,6 @@ def _key(module: nn.Module, inputs: list[str], autocast: torch.dtype | None, tra
 
 
 def _dtype(module: nn.Module, autocast: torch.dtype | None) -> str:
-    """Return the dtype of the weights, and that of autocast where it is active."""
     own, lower = (
         str(dtype).removeprefix("torch.")
         for dtype in (empty_like_parameters(module).dtype, autocast)
@@ -278,3 +277,41 @@ def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> Calibrat
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         return CalibrationFinding(problem=problem)
     return CalibrationFinding(speed_up, speed_up * (1 + MARGIN) < 1, call.where)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
+    """Return the findings of a file by key; none where it does not exist yet."""
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(
+            f"patch: calibrate must name a file in a folder that exists, got {os.fspath(path)}"
+        )
+    if not Path(path).exists():
+        return {}
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if (data["kind"], data["schema"]) != (_KIND, SCHEMA):
+            raise KeyError(f"schema {SCHEMA} of {_KIND}")
+        return {str(entry["key"]): _finding(entry) for entry in data["entries"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"patch: calibrate must name a file that calibration has written or may write, "
+            f"got {os.fspath(path)} ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _finding(entry: Mapping[str, Any]) -> CalibrationFinding:
+    where, wins = str(entry["where"]), entry["stock_wins"] is True
+    return CalibrationFinding(float(entry["speed_up"]), wins, where)
+
+
+def write(path: str | os.PathLike[str], findings: Mapping[str, CalibrationFinding]) -> None:
+    """Write what was measured, all or nothing."""
+    entries = [
+        {"key": key} | {name: value for name, value in asdict(entry).items() if name != "problem"}
+        for key, entry in sorted(findings.items())
+        if entry.speed_up is not None
+    ]
+    try:
+        files.write_json(path, {"kind": _KIND, "schema": SCHEMA, "entries": entries})
+    except files.UserError as error:
+        raise OSError(f"patch: {error}") from None

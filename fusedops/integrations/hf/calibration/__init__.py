@@ -1,1 +1,0 @@
-"""Timing of patched modules against stock ones, to keep what is faster."""
