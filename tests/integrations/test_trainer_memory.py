@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from causal_families import DENSE
+from families import DENSE
 from patch_testing import losses_of, make_trainer
 
 import fusedops
