@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from families import DENSE, LLAMA_OPS, SPARSE
+from filelock import FileLock
 from patch_testing import assert_within_budget, counted
 from processes import run
 from torch import nn
@@ -252,8 +253,6 @@ class Table:
 
     def _write(self, key: dict[str, Any], row: dict[str, Any]) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        from filelock import FileLock
-
         with FileLock(f"{self._path}.lock"):
             rows = json.loads(self._path.read_text()) if self._path.exists() else []
             rows = [other for other in rows if {name: other[name] for name in key} != key]

@@ -14,6 +14,9 @@ from patch_testing import assert_close, counted, gradients, losses_of, make_trai
 from torch import nn
 
 import fusedops
+from fusedops import memory
+from fusedops.memory.apply import policy_state_of
+from fusedops.optim import AdamW, OffloadedAdamW
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -39,8 +42,10 @@ def trainer(folder: Path, model: Any = None, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses_of(trainer(tmp_path_factory.mktemp("stock")))
+def stock_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[float]]:
+    """Return the losses of a given model, and of one that ``model_init`` makes."""
+    folder = tmp_path_factory.mktemp("stock")
+    return {anew: losses_of(trainer(folder, llama if anew else llama())) for anew in (False, True)}
 
 
 def assert_same_losses(losses: list[float], expected: list[float]) -> None:
@@ -53,7 +58,7 @@ def assert_same_losses(losses: list[float], expected: list[float]) -> None:
     [("model", False), *((way, anew) for way in ("line", "callback") for anew in (False, True))],
 )
 def test_the_trainer_trains_to_the_same_losses(
-    way: str, anew: bool, expected: list[float], tmp_path: Path
+    way: str, anew: bool, stock_losses: dict[bool, list[float]], tmp_path: Path
 ) -> None:
     """Also with a model that ``model_init`` makes anew for the training."""
     callback = FusedOpsCallback()
@@ -67,7 +72,7 @@ def test_the_trainer_trains_to_the_same_losses(
         losses = losses_of(fused)
     assert (fused.model is not first) == anew
     assert calls["cross_entropy_backward"] == STEPS and calls["linear_glu_backward"] == 2 * STEPS
-    assert_same_losses(losses, expected)
+    assert_same_losses(losses, stock_losses[anew])
 
 
 def test_model_init_keeps_its_argument(tmp_path: Path) -> None:
@@ -125,6 +130,62 @@ def test_prepare_wants_an_accelerator_and_a_model() -> None:
         prepare(llama())
     with pytest.raises(ValueError, match="a model"):
         prepare(accelerate.Accelerator(cpu=True), [1])
+
+
+# A policy for activations and an offloaded optimizer, as in docs/memory.md: the plain bits.
+
+SAVED_STEPS = 6
+
+
+def _trained(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, list[float]]:
+    model = llama()
+    fusedops.patch(model)
+    if with_policy:
+        memory.apply(
+            model,
+            memory.Policy(memory.recompute("model.layers.0"), memory.offload("model.layers.*")),
+            offload_settings=memory.OffloadSettings(least_bytes=1, check=True),
+        )
+    optimizer = optimizer_class(model.named_parameters(), lr=3e-3, max_norm=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rows = [(torch.arange(16) * 3 + start) % 97 for start in range(0, 704, 11)]
+    trainer = make_trainer(
+        model,
+        folder,
+        [{"input_ids": row, "labels": row} for row in rows],
+        optimizers=(optimizer, schedule),
+        bf16=True,
+        max_grad_norm=0.0,  # the optimizer clips
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        max_steps=SAVED_STEPS,
+        save_strategy="steps",
+        save_steps=SAVED_STEPS // 2,
+    )
+    losses = losses_of(trainer)
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.close()
+    return model, losses
+
+
+def test_the_trainer_with_a_policy_and_an_offloaded_optimizer_keeps_every_bit(
+    tmp_path: Path,
+) -> None:
+    plain, expected = _trained(tmp_path / "plain", False, AdamW)
+    model, losses = _trained(tmp_path / "memory", True, OffloadedAdamW)
+    assert losses == expected and len(losses) == SAVED_STEPS
+    assert losses[-1] < losses[0]
+    assert all(
+        torch.equal(mine, parameter)
+        for mine, parameter in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    (offloader,) = policy_state_of(model).offloaders.values()
+    assert offloader.moved_bytes > 0
+    # What the Trainer saved on its way, torch's own optimizer goes on with.
+    saved = torch.load(tmp_path / "memory" / f"checkpoint-{SAVED_STEPS // 2}" / "optimizer.pt")
+    stock = torch.optim.AdamW(model.parameters())
+    stock.load_state_dict(saved)
+    assert {float(state["step"]) for state in stock.state.values()} == {SAVED_STEPS / 2}
 
 
 # Models that are built after ``kernels.register`` are patched models, to the bit.
