@@ -187,9 +187,8 @@ test-clients: $(CLIENTS)/.packages $(CLIENTS)/more/.packages $(CLIENTS)/vision/.
 VERSIONS := build/versions
 PATCH_TRANSFORMERS := 5.15.1 5.17.0 5.20.0 5.24.0
 PATCH_PYTHONS := 3.12 3.13
-PATCH_TESTS := $(addprefix tests/integrations/test_,patch_known_code.py patch_families.py \
-  patch_families_special.py patch_families_moe.py patch_gpt2.py patch_by_code.py \
-  patch_losses.py patch_follows.py)
+PATCH_TESTS := $(addprefix tests/integrations/test_patch_,by_code.py families.py \
+  families_special.py gpt2.py losses.py follows.py)
 PATCH_PYTEST := -m pytest -n $(WORKERS) --dist loadfile -q $(PATCH_TESTS) -m "not slow and not gpu"
 
 # transformers 5.15 needs an older tokenizers than the pinned one.

@@ -8,14 +8,19 @@ nothing fused are no success.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from causal_families import DENSE, LLAMA_OPS, SPARSE
+import transformers
+from families import DENSE, LLAMA_OPS, SPARSE
+from filelock import FileLock
 from patch_testing import assert_within_budget, counted
 from processes import run
 from torch import nn
@@ -42,39 +47,19 @@ class Trained:
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
-    def __reduce__(self) -> Any:
-        """Travel by value: a tensor would be shared with a process that has ended."""
-        return _trained, (
-            self.losses,
-            {name: weight.numpy() for name, weight in self.weights.items()},
-        )
-
-
-def _trained(losses: list[float], weights: dict[str, Any]) -> Trained:
-    return Trained(losses, {name: torch.from_numpy(weight) for name, weight in weights.items()})
-
 
 @dataclass
-class _Ran:
-    trained: Trained
-    calls: Counter[str]
-    aside: list[str]
-
-
-@dataclass
-class Outcome:
-    """What a comparison found, for the page of the trainers.
+class Ran:
+    """A run of one process.
 
     Attributes:
-        model: the family.
-        processes: how many.
-        fused: op -> how many forward and backward calls one process made.
+        trained: what it leaves.
+        calls: op -> how many forward and backward calls it made.
         aside: what a fused op could do and does not, with the reason, as ``describe`` says.
     """
 
-    model: str
-    processes: int
-    fused: dict[str, int]
+    trained: Trained
+    calls: Counter[str]
     aside: list[str]
 
 
@@ -89,7 +74,7 @@ class Trial:
     Attributes:
         train: ``train(model, **options)``.
         options: see there.
-        family: a name in ``tests/integrations/causal_families.py``.
+        family: a name in ``tests/integrations/families.py``.
         config: of the model.
         build: makes the model instead, which ``family`` then only names.
         ops: op -> how often it runs in a backward pass of the loss.
@@ -117,8 +102,8 @@ class Trial:
     finish: Change | None = None
     by_socket: bool = False
 
-    def compare(self, processes: int = 1) -> Outcome:
-        """Make the runs, each in processes of its own, and compare what each rank has.
+    def compare(self, processes: int = 1) -> Ran:
+        """Make the runs, each in processes of its own; return the patched one of the first rank.
 
         Raises:
             AssertionError: numbers differ or ops did not run; or a process raised, with its text.
@@ -135,7 +120,7 @@ class Trial:
                     continue
                 wanted, ran = per_backward * self.backwards, found.calls[op + self.suffix]
                 assert ran == wanted, f"{op} ran {ran} times, not {wanted}: {found.calls}"
-        return Outcome(self.family, processes, patched[0].calls, patched[0].aside)
+        return patched[0]
 
 
 def _run(
@@ -143,7 +128,7 @@ def _run(
     patch: bool,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
-) -> _Ran:
+) -> Ran:
     """Make the model, the same at every call, and train it."""
     build = trial.build or (DENSE | SPARSE)[trial.family].model
     model = build(**trial.config).to(dtype)
@@ -156,7 +141,7 @@ def _run(
     with counted() as calls:
         trained = trial.train(model, **options)
     aside = steps_aside(at_first, describe(model)) if at_first is not None else []
-    return _Ran(trained, calls, aside)
+    return Ran(trained, calls, aside)
 
 
 def rows(count: int = STEPS * BATCH * 2, length: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -229,3 +214,48 @@ def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -
             reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
             lines.append(f"{module.cls}: {reason}")
     return list(dict.fromkeys(lines))
+
+
+class Table:
+    """Where comparisons are written down, for docs/gen_trainers.py.
+
+    A row per trainer, mode and version, which replaces a former one. Two workers may write at once,
+    hence the lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "trainers.json"
+
+    def compare(
+        self, trial: Trial, package: str, mode: str, processes: int = 1, gap: str = ""
+    ) -> None:
+        """Make a comparison and write its row; ``gap`` says why it cannot succeed yet."""
+        key = {"package": package, "mode": mode, "transformers": transformers.__version__}
+        row: dict[str, Any] = {
+            "version": version(package),
+            "torch": torch.__version__.partition("+")[0],
+            "processes": processes,
+            "model": trial.family,
+            "same": True,
+            "note": "",
+            "fused": {},
+            "aside": [],
+        }
+        try:
+            ran = trial.compare(processes)
+            row |= {"fused": dict(sorted(ran.calls.items())), "aside": ran.aside}
+        except BaseException as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            row |= {"same": False, "note": gap or lines[-1]}
+            raise
+        finally:
+            self._write(key, row)
+
+    def _write(self, key: dict[str, Any], row: dict[str, Any]) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        with FileLock(f"{self._path}.lock"):
+            rows = json.loads(self._path.read_text()) if self._path.exists() else []
+            rows = [other for other in rows if {name: other[name] for name in key} != key]
+            rows.append(key | row)
+            rows.sort(key=lambda row: (row["package"], row["mode"], row["transformers"]))
+            self._path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,25 +1,26 @@
-"""The families for transformers' own model tests: tiny configurations, inputs, and the models.
+"""Families for transformers' own model tests: tiny configurations, inputs, models, and tests.
 
-The source archive of transformers has the tests that all models share, not the files per family
-that give them configurations and inputs. This module gives them; the models are those that
-transformers' auto classes know for a configuration. ``hf_model_testers.py`` makes tests of it.
+The source archive of transformers has the tests that all models share (``ModelTesterMixin``), not
+the files per family that give them configurations and inputs. This module gives them; the models
+are those that transformers' auto classes know for a configuration. ``hf_model_tests.py`` puts a
+file per family into the unpacked archive that takes its classes from here.
 """
 
 from __future__ import annotations
 
 import itertools
+import unittest
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import causal_families
-import encoder_families
+import families as small
 import torch
 import transformers
-from causal_families import GROUPED
+from families import GROUPED
 
 BATCH, SEQ_LEN = 3, 7
-PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
+PATCHES = (16 // 4) ** 2 + 1  # of small.VISION, with the class token
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 HEADS_OF_TEXT = (
     *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"),
@@ -127,39 +128,37 @@ def plain(name: str, **options: Any) -> Groups:
 
 
 def causal(name: str) -> Groups:
-    options = causal_families.SIZES | (causal_families.DENSE | causal_families.SPARSE)[name].options
-    options = {key: value for key, value in options.items() if key != "experts_implementation"}
+    options = dict((small.DENSE | small.SPARSE)[name].options)
+    options.pop("experts_implementation", None)
     return plain(name, **options)
 
 
 def decoder(name: str, **options: Any) -> Groups:
     """Return a family like Llama."""
-    return plain(name, **causal_families.SIZES | TOKENS | options)
+    return plain(name, **small.SIZES | options)
 
 
 def encoder(name: str, **changes: Any) -> Groups:
-    """Return a family of ``encoder_families``."""
-    model = next(model for model in encoder_families.FAMILIES if model.startswith(f"{name}For"))
-    return (Group(name, f"{name}Config", encoder_families.FAMILIES[model].options, **changes),)
+    """Return a family of ``tests/integrations/families.py``."""
+    model = next(model for model in small.ENCODERS if model.startswith(f"{name}For"))
+    return (Group(name, f"{name}Config", small.ENCODERS[model].options, **changes),)
 
 
 def masked(name: str, **options: Any) -> Groups:
     """Return a family like BERT."""
-    return (
-        Group(name, f"{name}Config", encoder_families.BERT_SIZES | {"pad_token_id": 0} | options),
-    )
+    return (Group(name, f"{name}Config", small.BERT_SIZES | {"pad_token_id": 0} | options),)
 
 
 def to_text(name: str, config: dict[str, Any] | None = None) -> Groups:
     """Return a family like BART."""
     tasks = ("MODEL", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_QUESTION_ANSWERING")
-    options = encoder_families.BART_SIZES | TOKENS if config is None else config
+    options = small.BART_SIZES | TOKENS if config is None else config
     flags = {"is_encoder_decoder": True}
     return (Group(name, f"{name}Config", options, text_to_text, tasks, flags=flags),)
 
 
 def t5(name: str) -> Groups:
-    options = encoder_families.T5.options
+    options = small.T5.options
     models = ("T5EncoderModel", "T5ForTokenClassification")
     alone = options | {"is_encoder_decoder": False}
     return (
@@ -189,7 +188,7 @@ def towers(name: str, options: dict[str, Any], ends: tuple[str, ...], seq_length
 
 
 def clip(name: str) -> Groups:
-    options = encoder_families.CLIP.options
+    options = small.CLIP.options
     classifier = Group(
         "CLIPForImageClassification",
         "CLIPConfig",
@@ -204,14 +203,14 @@ def clip(name: str) -> Groups:
 
 
 def siglip(name: str) -> Groups:
-    texts = encoder_families.TEXT | {"max_position_embeddings": 40} | TOKENS
-    options = {"text_config": texts, "vision_config": encoder_families.VISION}
+    texts = small.TEXT | {"max_position_embeddings": 40} | TOKENS
+    options = {"text_config": texts, "vision_config": small.VISION}
     return towers(name, options, ("",), PATCHES - 1)
 
 
 def images(name: str, tokens: int, **options: Any) -> Groups:
     """Return a family like ViT, of layers that see ``tokens``."""
-    options = encoder_families.VISION | {"encoder_stride": 4} | options
+    options = small.VISION | {"encoder_stride": 4} | options
     facts = {"seq_length": tokens, "num_masks": 8, "mask_length": PATCHES - 1}
     return (Group(name, f"{name}Config", options, image, IMAGE_TASKS, facts=facts),)
 
@@ -222,8 +221,8 @@ def recordings(name: str) -> Groups:
     return (Group(name, f"{name}Config", SPEECH, speech, SPEECH_TASKS, facts=facts),)
 
 
-GPT2 = causal_families.GPT | {"vocab_size": 97}
-SPEECH = encoder_families.TEXT | {"conv_dim": (32, 32), "conv_stride": (4, 2)}
+GPT2 = small.GPT | {"vocab_size": 97}
+SPEECH = small.TEXT | {"conv_dim": (32, 32), "conv_stride": (4, 2)}
 SPEECH |= {"conv_kernel": (8, 2), "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
 SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 MPT = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}
@@ -244,27 +243,22 @@ SEGFORMER = STAGES | {
     "strides": [4, 2],
 }
 HEADS, SLIDING = GROUPED | {"head_dim": 8}, GROUPED | {"sliding_window": 5}
-DENSE = ("Gemma", "Gemma2", "GPTNeoX", "Llama", "Mistral", "OPT", "Phi", "Phi3", "Qwen2", "Qwen3")
-SPARSE = ("DeepseekV3", "GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
 WHISPER = {
     "inputs": speech_to_text,
     "tasks": ("MODEL", "MODEL_FOR_SPEECH_SEQ_2_SEQ"),
     "facts": {"encoder_seq_length": 16, "key_length": 16},
     "flags": {"is_encoder_decoder": True},
 }
-# Of which patch has tables.
-COPIED: dict[str, Groups] = {
-    **families(causal, *DENSE, *SPARSE),
+FAMILIES: dict[str, Groups] = {
+    **families(causal, *small.DENSE, *small.SPARSE),
     **families(plain, "GPT2", **GPT2),
     **families(encoder, "Bert", models=("BertForPreTraining",)),
     **families(encoder, "Electra", models=("ElectraForPreTraining",)),
     **families(encoder, "Roberta", "XLMRoberta", "Camembert", "DistilBert"),
-    **families(images, "ViT", tokens=PATCHES, **encoder_families.VIT.options),
+    **families(images, "ViT", tokens=PATCHES, **small.VIT.options),
     **families(clip, "CLIP"),
     **families(t5, "T5"),
     **families(encoder, "Whisper", **WHISPER),
-}
-WRITTEN: dict[str, Groups] = {
     **families(decoder, "Granite", "Olmo", "Olmo2", "SmolLM3", "Cohere", **GROUPED),
     **families(decoder, "StableLm", "Starcoder2", "Nemotron", **GROUPED),
     **families(decoder, "Olmo3", "Cohere2", "Exaone4", **SLIDING),
@@ -287,4 +281,69 @@ WRITTEN: dict[str, Groups] = {
     **families(siglip, "Siglip"),
     **families(recordings, "Wav2Vec2", "Hubert"),
 }
-FAMILIES = COPIED | WRITTEN
+
+
+class Tester:
+    """What the shared tests ask about a family: sizes, a configuration and inputs for it."""
+
+    is_training = True
+    batch_size, seq_length = BATCH, SEQ_LEN
+    num_choices = 2
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        config = self.get_config()
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id"):
+            setattr(self, name, getattr(config, name, None))
+        for name in ("image_size", "patch_size"):
+            setattr(self, name, group.options.get(name))
+        for name, value in group.facts.items():
+            setattr(self, name, value)
+
+    def get_config(self) -> Any:
+        return getattr(transformers, self.group.config)(**self.group.options)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        config = self.get_config()
+        return config, self.group.inputs(config)
+
+
+def arguments(
+    self: Any, inputs: dict[str, torch.Tensor], model_class: type, return_labels: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return a model's arguments, with the labels that the shared tests do not know."""
+    from tests import test_modeling_common
+
+    shared = test_modeling_common.ModelTesterMixin._prepare_for_class
+    found = shared(self, inputs, model_class, return_labels=return_labels)
+    unknown = ("BertForPreTraining", "ElectraForPreTraining", "WhisperForConditionalGeneration")
+    if return_labels and model_class.__name__ in unknown:
+        found["labels"] = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+    if return_labels and model_class.__name__ == "BertForPreTraining":
+        found["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
+    return found
+
+
+def shared_tests(group: Group) -> type[unittest.TestCase]:
+    """Return the shared tests for one configuration."""
+    from tests.generation.test_utils import GenerationTesterMixin
+
+    from tests import test_modeling_common
+
+    classes = group.classes()
+    mixins: tuple[type, ...] = (test_modeling_common.ModelTesterMixin,)
+    if any(each.can_generate() for each in classes):
+        mixins += (GenerationTesterMixin,)
+
+    def set_up(self: Any) -> None:
+        self.model_tester = Tester(group)
+
+    members = {"all_model_classes": classes, "setUp": set_up, "_prepare_for_class": arguments}
+    members |= group.flags
+    return type(f"{group.name}ModelTest", (*mixins, unittest.TestCase), members)
+
+
+def classes_of(family: str) -> dict[str, type[unittest.TestCase]]:
+    """Return the test classes of a family by name."""
+    made = [shared_tests(group) for group in FAMILIES[family]]
+    return {each.__name__: each for each in made}

@@ -1,26 +1,23 @@
 """A pytest plugin: every model that a test of transformers builds is patched, and what ran is kept.
 
-Models are patched where users patch them: after the construction of the whole model, and after
-``from_pretrained``. ``hf_model_tests.py`` loads the plugin into two runs, of which one patches.
-Both write a line of JSON per test: its outcome, the calls of fused ops, and why it failed.
+``hf_model_tests.py`` loads it into two runs, of which one patches. Both write a line of JSON per
+test: its outcome, the calls of fused ops, and why it failed.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import fusedops
+from fusedops.integrations import kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,64 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("patched"):
-        Patching(config.getoption("level")).install()
+        kernels.register(level=config.getoption("level"))
     if config.getoption("outcomes"):
         config.pluginmanager.register(Recorder(config.getoption("outcomes")))
-
-
-class Patching:
-    """Patches models once they stand: a model inside another is patched with that one."""
-
-    def __init__(self, level: str = "O2") -> None:
-        self.level = level
-        self.under_construction = 0
-
-    def install(self) -> None:
-        """Wrap the constructors of all models, also of those that are defined later."""
-        subclassed = PreTrainedModel.__dict__["__init_subclass__"].__func__
-
-        def wrap_new(cls: type[PreTrainedModel], **options: Any) -> None:
-            subclassed(cls, **options)
-            self.wrap_constructor(cls)
-
-        PreTrainedModel.__init_subclass__ = classmethod(wrap_new)
-        for cls in _subclasses(PreTrainedModel):
-            self.wrap_constructor(cls)
-        load = PreTrainedModel.__dict__["from_pretrained"].__func__
-        PreTrainedModel.from_pretrained = classmethod(self.patching(load, _loaded))
-
-    def wrap_constructor(self, cls: type[PreTrainedModel]) -> None:
-        if "__init__" in cls.__dict__:
-            cls.__init__ = self.patching(cls.__init__, lambda model, _: model)
-
-    def patching(
-        self, build: Callable[..., Any], model_of: Callable[[Any, Any], PreTrainedModel]
-    ) -> Callable[..., Any]:
-        """Return ``build`` that patches; ``model_of`` finds the model in argument and result."""
-
-        @functools.wraps(build)
-        def build_and_patch(first: Any, *args: Any, **options: Any) -> Any:
-            self.under_construction += 1
-            try:
-                result = build(first, *args, **options)
-            finally:
-                self.under_construction -= 1
-            if not self.under_construction:
-                fusedops.patch(model_of(first, result), level=self.level)
-            return result
-
-        return build_and_patch
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def _loaded(cls: type, result: Any) -> PreTrainedModel:
-    """Return the model that ``from_pretrained`` returns, with or without its loading info."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 class Recorder:

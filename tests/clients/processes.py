@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
-import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
 
 TIMEOUT = 600.0
@@ -35,58 +35,28 @@ def run(function: Callable[..., Any], *args: Any, processes: int = 1) -> list[An
     """
     # Here and not on import: the server is that of the process, for other tests' processes as well.
     CONTEXT.set_forkserver_preload(list(PRELOADED))
-    port = _free_port()
-    started, connections = [], []
-    for rank in range(processes):
-        mine, theirs = CONTEXT.Pipe()
-        place = (rank, processes, port) if processes > 1 else None
-        # Not daemons, which may not start processes: compilers do.
-        process = CONTEXT.Process(target=_serve, args=(theirs, place, function, args))
-        process.start()
-        theirs.close()
-        started.append(process)
-        connections.append(mine)
-    try:
-        return _collect(connections)
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-
-
-def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = probe.getsockname()[1]
+    pool = ProcessPoolExecutor(processes, mp_context=CONTEXT)
+    try:
+        ranks = [
+            pool.submit(_serve, rank, processes, port, function, args) for rank in range(processes)
+        ]
+        # The first failure is enough: the others would wait for that rank.
+        done, waiting = wait(ranks, TIMEOUT, FIRST_EXCEPTION)
+        results = {future: pickle.loads(future.result()) for future in done}
+        assert not waiting, f"{len(waiting)} of {processes} ranks gave no answer in {TIMEOUT} s"
+        return [results[future] for future in ranks]
+    finally:
+        for process in list(pool._processes.values()):
+            process.kill()
+        pool.shutdown()
 
 
-def _collect(connections: list[Connection]) -> list[Any]:
-    """Wait for every rank's answer; the first failure is enough: the others would wait for it."""
-    deadline = time.monotonic() + TIMEOUT
-    results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        waiting = {each: rank for rank, each in enumerate(connections) if rank not in results}
-        left = max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(list(waiting), timeout=left)
-        if not ready:
-            raise AssertionError(f"ranks {sorted(waiting.values())}: no answer in {TIMEOUT} s")
-        for connection in ready:
-            rank = waiting[connection]
-            try:
-                failed, value = connection.recv()
-            except EOFError:
-                failed, value = True, "the process has ended"
-            if failed:
-                raise AssertionError(f"rank {rank}: {value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(connections))]
-
-
-def _serve(
-    connection: Connection, place: tuple[int, int, int] | None, function: Any, args: Any
-) -> None:
-    if place is not None:
-        rank, processes, port = place
+def _serve(rank: int, processes: int, port: int, function: Any, args: Any) -> bytes:
+    """Return the result by value: a tensor would be shared with a process that has ended."""
+    if processes > 1:
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -100,6 +70,6 @@ def _serve(
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        connection.send((False, function(*args)))
+        return pickle.dumps(function(*args))
     except BaseException:
-        connection.send((True, traceback.format_exc()))
+        raise AssertionError(f"rank {rank}: {traceback.format_exc()}") from None

@@ -10,9 +10,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from causal_families import DENSE
-from harness import BATCH, LEARNING_RATE, STEPS, Trained, Trial, batches, steps, weights
-from outcomes import Table
+from families import DENSE
+from harness import BATCH, LEARNING_RATE, STEPS, Table, Trained, Trial, batches, steps, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -116,24 +115,20 @@ def by_fabric(model: nn.Module, processes: int = 1, precision: str = "32-true") 
 
 
 LOOPS = {"Trainer": by_trainer, "Fabric": by_fabric}
+MODES: dict[str, tuple[dict[str, Any], int]] = {
+    "": ({}, 1),
+    ", bf16-mixed": (BF16, 1),
+    ", DDP": ({"processes": 2}, 2),
+}
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_one_process(loop: str, table: Table) -> None:
-    table.compare(Trial(LOOPS[loop], exactly=EXACT), "lightning", loop)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_bf16(loop: str, table: Table) -> None:
-    trial = Trial(LOOPS[loop], BF16, exactly=EXACT, dtype=torch.bfloat16)
-    table.compare(trial, "lightning", f"{loop}, bf16-mixed")
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("loop", LOOPS)
-def test_ddp(loop: str, table: Table) -> None:
-    trial = Trial(LOOPS[loop], {"processes": 2}, exactly=EXACT)
-    table.compare(trial, "lightning", f"{loop}, DDP", processes=2)
+def test_training_is_that_of_the_stock_model(loop: str, mode: str, table: Table) -> None:
+    options, processes = MODES[mode]
+    dtype = torch.bfloat16 if options is BF16 else torch.float32
+    trial = Trial(LOOPS[loop], options, exactly=EXACT, dtype=dtype)
+    table.compare(trial, "lightning", f"{loop}{mode}", processes)
 
 
 @pytest.mark.parametrize("built_in", ["__init__", "setup", "configure_model"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import BATCH, LEARNING_RATE, Trained, Trial, batches, weights
-from outcomes import Table
+from harness import BATCH, LEARNING_RATE, Table, Trained, Trial, batches, weights
 from patch_testing import assert_within_budget, counted
 from patch_testing import gradients as results
-from torch import multiprocessing, nn
+from processes import run
+from torch import nn
 
 import fusedops
 
@@ -205,9 +204,10 @@ def heads(tokens: int, keys: int, batch: int = 2) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(
     ("tokens", "keys", "kind"),
-    [(1, 9, "causal"), (5, 9, "no_mask"), (9, 9, "padding"), (5, 9, "padding")],
+    [(1, 9, "causal"), (9, 9, "causal"), (5, 9, "no_mask"), (9, 9, "padding"), (5, 9, "padding")],
 )
 def test_core_attention_is_that_of_the_local_spec(tokens: int, keys: int, kind: str) -> None:
+    """A causal type needs no mask, which the local spec does."""
     mask = None
     if kind == "padding":
         mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
@@ -216,10 +216,13 @@ def test_core_attention_is_that_of_the_local_spec(tokens: int, keys: int, kind: 
     with counted() as calls:
         output = core(True, AttnMaskType[kind])(*given, mask)
     assert calls["attention"] == 1
+    if kind == "causal" and tokens > 1:
+        mask = future(tokens)
     expected = core(False, AttnMaskType[kind])(*given, mask)
     assert output.shape == expected.shape and output.is_contiguous()
-    exact = core(False, AttnMaskType[kind])(*(each.double() for each in given), mask)
+    exact = core(False, AttnMaskType[kind])(*(head.double() for head in given), mask)
     assert_close(output, expected, exact)
+    assert_close(core(True, AttnMaskType[kind])(*given, mask), expected, exact)
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
@@ -257,14 +260,9 @@ def test_padding_between_packed_sequences_needs_causality() -> None:
         core(True, AttnMaskType.padding)(query, key, value, None, packed_seq_params=packing)
 
 
-def test_a_causal_type_needs_no_mask() -> None:
-    given = heads(9, 9)
-    output, expected = (core(True, AttnMaskType.causal)(*given, mask) for mask in (None, future(9)))
-    exact = core(False, AttnMaskType.causal)(*(each.double() for each in given), future(9))
-    assert_close(output, expected, exact)
-    given = heads(4, 4)
+def test_a_bias_of_attention_is_refused() -> None:
     with pytest.raises(fusedops.UnsupportedError, match="attention_bias"):
-        core(True, AttnMaskType.causal)(*given, None, attention_bias=torch.zeros(1, 4, 4, 4))
+        core(True, AttnMaskType.causal)(*heads(4, 4), None, attention_bias=torch.zeros(4, 4))
 
 
 def test_dropout_draws_from_the_generator_of_the_ranks() -> None:
@@ -367,16 +365,9 @@ def load(model: nn.Module, folder: Path) -> dict[str, Any]:
 
 
 def test_layer_spec_is_the_local_layer_with_our_modules() -> None:
-    spec = megatron.layer_spec(normalization="RMSNorm", qk_layernorm=True)
-    local = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
-    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-    assert spec.module is megatron.TransformerLayer
-    assert (
-        parts.input_layernorm is parts.pre_mlp_layernorm is attention.q_layernorm is megatron.Norm
-    )
-    assert attention.core_attention is megatron.DotProductAttention
-    assert attention.linear_qkv is local.submodules.self_attention.submodules.linear_qkv
-    assert spec.submodules.self_attention.params == local.submodules.self_attention.params
+    options = {"normalization": "RMSNorm", "qk_layernorm": True}
+    local = gpt_layer_specs.get_gpt_layer_local_spec(**options)
+    assert megatron.layer_spec(**options) == megatron.fused_spec(local) != local
     assert local.submodules.self_attention.submodules.core_attention is Stock
 
 
@@ -408,13 +399,12 @@ SPLIT: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
 }
 
 
-def serve(rank: int, folder: str) -> None:
+def split_steps() -> dict[str, Any]:
+    """Return what a rank of two computes in each case: ours, theirs, the truth, and the calls."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     stand_in(setattr)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = {}
+    dist.init_process_group("gloo")
+    steps = {}
     for name, (sizes, options, _) in SPLIT.items():
         parallel_state.initialize_model_parallel(**sizes)
         split = sizes | options
@@ -423,7 +413,7 @@ def serve(rank: int, folder: str) -> None:
             for parameter in stock.parameters():
                 part = getattr(parameter, "tensor_model_parallel", False) and sizes is TENSOR
                 if part or not getattr(parameter, "allreduce", True):
-                    parameter *= 1 + rank / 2
+                    parameter *= 1 + dist.get_rank() / 2
         fused = gpt(config(**split, sequence_parallel=name == "sequence_parallel"), fused=True)
         fused.load_state_dict(stock.state_dict())
         with counted() as calls:
@@ -432,16 +422,14 @@ def serve(rank: int, folder: str) -> None:
             if getattr(parameter, "sequence_parallel", False):
                 dist.all_reduce(ours[key])
         eager = results(stock, loss)
-        found[name] = (ours, eager, results(stock.double(), loss), dict(calls))
+        steps[name] = (ours, eager, results(stock.double(), loss), calls)
         parallel_state.destroy_model_parallel()
-    torch.save(found, f"{folder}/{rank}.pt")
+    return steps
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(serve, (folder,), 2)
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+    return run(split_steps, processes=2)
 
 
 @pytest.mark.distributed

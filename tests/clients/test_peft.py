@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_families import OPT_OPS
-from harness import OPS, Trained, Trial, batches, steps, weights
-from outcomes import Table
+from families import OPT_OPS
+from harness import OPS, Table, Trained, Trial, batches, steps, weights
 from torch import nn
 
 

@@ -1,4 +1,4 @@
-"""torch's own ways to train a patched model: sharded, split, checkpointed, compiled, saved."""
+"""torch's ways to run a patched model: sharded, split, compiled, saved, pipelined, quantised."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import OPS, STEPS, Trained, Trial, batches, steps, weights
-from outcomes import Table
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Table, Trained, Trial, batches, steps, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -186,3 +186,161 @@ def test_one_process(mode: str, table: Table) -> None:
 @pytest.mark.parametrize("mode", TWO)
 def test_two_processes(mode: str, table: Table) -> None:
     table.compare(TWO[mode], "torch", mode, processes=2)
+
+
+# Pipeline schedules over two processes, zero-bubble ones among them.
+
+LAYERS = 4
+MICROBATCHES = 4
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a Llama, with its embeddings if they are the first, and its head."""
+
+    def __init__(self, model: Any, index: int, count: int) -> None:
+        super().__init__()
+        inner, size = model.model, LAYERS // count
+        self.embed = inner.embed_tokens if index == 0 else None
+        self.layers = inner.layers[index * size : (index + 1) * size]
+        self.rotary = inner.rotary_emb
+        self.tail = nn.Sequential(inner.norm, model.lm_head) if index == count - 1 else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            hidden = self.embed(hidden)
+        positions = torch.arange(hidden.shape[1])[None]
+        tables = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, position_ids=positions, position_embeddings=tables)
+        return hidden if self.tail is None else self.tail(hidden)
+
+
+def pipelined(model: nn.Module, schedule: str) -> Trained:
+    dist.init_process_group("gloo")
+    try:
+        return _pipelined(model, schedule, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _pipelined(model: nn.Module, schedule: str, rank: int, ranks: int) -> Trained:
+    mine = _stages(schedule, rank, ranks)
+    count = ranks * len(mine)
+    stages = [
+        PipelineStage(Stage(model, index, count), index, count, torch.device("cpu"))
+        for index in mine
+    ]
+    make: Any = getattr(schedules, f"Schedule{schedule}")
+    runs = make(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=_loss)
+    held = nn.ModuleList(stage.submod for stage in stages)
+    optimizer = torch.optim.SGD(held.parameters(), lr=LEARNING_RATE)
+    last = count - 1 in mine
+    owner = next(each for each in range(ranks) if count - 1 in _stages(schedule, each, ranks))
+    losses = []
+    for ids in batches():
+        parts: list[torch.Tensor] = []
+        wanted = {"target": ids.roll(-1, 1), "losses": parts} if last else {}
+        runs.step(*([ids] if 0 in mine else []), **wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(parts).mean() if last else torch.zeros((), dtype=_dtype(model))
+        dist.broadcast(loss.detach(), owner)
+        losses.append(loss.item())
+    return Trained(losses, weights(held))
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _stages(schedule: str, rank: int, ranks: int) -> tuple[int, ...]:
+    if schedule == "1F1B":
+        return (rank,)
+    return (rank, 2 * ranks - 1 - rank if "ZBV" in schedule else rank + ranks)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_schedule(schedule: str, table: Table) -> None:
+    assert BATCH == MICROBATCHES and STEPS > 1
+    per_layer = ("attention", "rotary_embedding", "linear_glu")
+    # Half of the layers on each rank. Forward calls: a zero-bubble schedule asks a backward twice.
+    ops = dict.fromkeys(per_layer, LAYERS // 2)
+    trial = Trial(
+        pipelined,
+        {"schedule": schedule},
+        config={"num_hidden_layers": LAYERS},
+        ops=ops,
+        suffix="",
+        backwards=STEPS * MICROBATCHES + 1,  # the first is a stage's, to learn its shapes
+    )
+    table.compare(trial, "torch", f"pipeline {schedule}", processes=2)
+
+
+# torchao's quantised weights, before and after ``patch``, and torch.export.
+
+
+def evaluate(model: nn.Module) -> Trained:
+    """Return the losses of a model that is not trained, and the logits in the weights' place."""
+    model.eval()
+    with torch.no_grad():
+        found = [model(input_ids=ids, labels=ids) for ids in batches()]
+    return Trained(
+        [each.loss.item() for each in found],
+        {f"logits of batch {i}": each.logits for i, each in enumerate(found)},
+    )
+
+
+def quantized(model: nn.Module, kind: str) -> nn.Module:
+    import torchao.quantization as torchao
+
+    torchao.quantize_(model, getattr(torchao, kind)())
+    return model
+
+
+def exported(model: nn.Module) -> Trained:
+    """As ``evaluate``, by the program that ``torch.export`` writes."""
+    model.eval()
+    ids = batches()[0]
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, strict=False
+        )
+    return evaluate(_Program(program.module()))
+
+
+class _Program(nn.Module):
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        self.program = program
+
+    def eval(self) -> nn.Module:
+        return self  # an exported program is what it was when it was exported
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.program(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_quantize(kind: str, order: str, table: Table) -> None:
+    """The gated layer's weights are quantised: it steps aside. torchao quantises float32 only."""
+    place: Any = {"before": "prepare", "after": "finish"}[order]
+    trial = Trial(
+        evaluate,
+        ops={**OPS, "linear_glu": 0},
+        suffix="",
+        exactly=None,
+        **{place: partial(quantized, kind=kind)},
+    )
+    table.compare(trial, "torchao", f"quantize_ {order} patch, {kind}")
+
+
+def test_export(table: Table) -> None:
+    # The fused loss leaves the fake tensors of an export to the stock one, as sharded logits.
+    ops = {**OPS, "cross_entropy": 0}
+    table.compare(Trial(exported, ops=ops, suffix=""), "torch", "torch.export")

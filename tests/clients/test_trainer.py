@@ -1,16 +1,32 @@
-"""transformers' Trainer and accelerate, in one process and in two, train as with stock models."""
+"""transformers' Trainer, accelerate and DeepSpeed, in one process and in two, train as stock."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, batches, rows, weights, whole
-from outcomes import Table
+from families import DENSE
+from harness import (
+    BATCH,
+    LEARNING_RATE,
+    OPS,
+    STEPS,
+    Table,
+    Trained,
+    Trial,
+    batches,
+    rows,
+    steps,
+    weights,
+    whole,
+)
 from patch_testing import ARGUMENTS
 from torch import nn
+
+from fusedops.integrations import deepspeed as deepspeed_socket
 
 
 def train(model: nn.Module, split: str = "", batch: int = BATCH, **options: Any) -> Trained:
@@ -202,3 +218,58 @@ def test_a_loop_with_accelerate(mode: str, table: Table) -> None:
 @pytest.mark.parametrize("mode", TWO_LOOPS)
 def test_a_loop_with_accelerate_in_two_processes(mode: str, table: Table) -> None:
     table.compare(TWO_LOOPS[mode], "accelerate", mode, processes=2)
+
+
+# DeepSpeed's ZeRO on two processes: by its engine, by our socket, by the Trainer.
+
+# How the socket patches a model, at which stages of ZeRO.
+WAYS = {"initialize": (0, 1, 2, 3), "engine": (1, 3), "unpatched": (1, 3)}
+
+
+def by_engine(model: nn.Module, stage: int, way: str = "", fused: bool = False) -> Trained:
+    import deepspeed
+
+    compile_nothing()
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    deepspeed.init_distributed("gloo")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    module = deepspeed_socket if fused and way == "initialize" else deepspeed
+    engine, *_ = module.initialize(model=model, optimizer=optimizer, config=zero(stage))
+    if fused and way != "initialize":
+        deepspeed_socket.patch(engine)
+    if fused and way == "unpatched":
+        deepspeed_socket.unpatch(engine)
+    losses = steps(engine, batches(rank, processes), engine.backward, engine)
+    return Trained(losses, gathered(model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_engine(stage: int, table: Table) -> None:
+    # The engine trains in float32 what is not half precision: no float64.
+    trial = Trial(by_engine, {"stage": stage}, exactly=None)
+    table.compare(trial, "deepspeed", f"ZeRO {stage}", processes=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("way", "stage"), [(way, stage) for way, stages in WAYS.items() for stage in stages]
+)
+def test_the_socket_patches_the_model_or_its_engine(way: str, stage: int) -> None:
+    ops: dict[str, Any] = dict.fromkeys(OPS, 0) if way == "unpatched" else OPS
+    options = {"stage": stage, "way": way}
+    Trial(by_engine, options, exactly=None, ops=ops, by_socket=True).compare(processes=2)
+
+
+def test_what_is_no_model_and_no_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        deepspeed_socket.initialize(model={}, config={})
+    for function in (deepspeed_socket.patch, deepspeed_socket.unpatch):
+        with pytest.raises(TypeError, match="DeepSpeedEngine"):
+            function(DENSE["Llama"].model())
+
+
+@pytest.mark.distributed
+def test_zero_by_the_trainer(table: Table) -> None:
+    trial = Trial(train, {"deepspeed": zero(3)}, exactly=None)
+    table.compare(trial, "deepspeed", "ZeRO 3 by transformers' Trainer", processes=2)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights
-from outcomes import Table
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Table, Trained, Trial, rows, weights
 from patch_testing import ARGUMENTS
 from torch import nn
+
+from fusedops.integrations.trainer import use_fused_kernels
 
 
 def tokenizer() -> Any:
@@ -37,12 +38,17 @@ def options(folder: str) -> dict[str, Any]:
     return ARGUMENTS | descent | {"gradient_checkpointing": False, "output_dir": folder}
 
 
-def sft(model: nn.Module, **more: Any) -> Trained:
+def sft(model: nn.Module, adapters: bool = False, fused: bool = False, **more: Any) -> Trained:
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_list([{"text": text(row["input_ids"])} for row in rows()])
+    chosen: dict[str, Any] = {"model": model}
+    if adapters:
+        targets = ["q_proj", "gate_proj"]
+        chosen["peft_config"] = LoraConfig(target_modules=targets, task_type="CAUSAL_LM")
     with tempfile.TemporaryDirectory() as folder:
-        return _train(SFTTrainer, SFTConfig(**(options(folder) | more)), data, model=model)
+        return _train(SFTTrainer, SFTConfig(**(options(folder) | more)), data, fused, **chosen)
 
 
 def dpo(model: nn.Module) -> Trained:
@@ -62,8 +68,10 @@ def dpo(model: nn.Module) -> Trained:
         return _train(DPOTrainer, DPOConfig(**options(folder)), data, **models)
 
 
-def _train(kind: Any, arguments: Any, data: Dataset, **models: nn.Module) -> Trained:
+def _train(kind: Any, arguments: Any, data: Dataset, fused: bool = False, **models: Any) -> Trained:
     trainer = kind(args=arguments, train_dataset=data, processing_class=tokenizer(), **models)
+    if fused:
+        use_fused_kernels(trainer)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Trained(losses, weights(models["model"]))
@@ -87,3 +95,11 @@ def test_one_process(mode: str, table: Table) -> None:
 @pytest.mark.distributed
 def test_ddp(table: Table) -> None:
     table.compare(Trial(sft, ops=NO_LOSS), "trl", "SFTTrainer, DDP", processes=2)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_one_line_patches_its_model(adapters: bool) -> None:
+    # A projection with an adapter is called. Adapters are drawn in the dtype of the model.
+    ops = {"attention": 2, "swiglu": 2} if adapters else NO_LOSS
+    exactly: Any = None if adapters else {}
+    Trial(sft, {"adapters": adapters}, ops=ops, exactly=exactly, by_socket=True).compare()

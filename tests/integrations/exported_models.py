@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from causal_families import DENSE, GPT2, SPARSE
-from encoder_families import FAMILIES
+from families import BERT, DENSE, GPT2, SPARSE, T5, VIT
 from torch import nn
 from torch.export import Dim
 
@@ -82,15 +81,13 @@ MODELS = {
     "Qwen3": _causal(DENSE["Qwen3"].model),
     "Mixtral": _causal(SPARSE["Mixtral"].model),
     "Qwen3Moe": _causal(SPARSE["Qwen3Moe"].model),
-    "Bert": Model(
-        FAMILIES["BertForMaskedLM"].model, {"input_ids": tokens, "attention_mask": padding}, {}
-    ),
+    "Bert": Model(BERT.model, {"input_ids": tokens, "attention_mask": padding}, {}),
     "T5": Model(
-        FAMILIES["T5ForConditionalGeneration"].model,
+        T5.model,
         {"input_ids": tokens, "attention_mask": padding, "decoder_input_ids": tokens},
         {"use_cache": False},
     ),
-    "ViT": Model(FAMILIES["ViTForImageClassification"].model, {"pixel_values": pixels}, {}),
+    "ViT": Model(VIT.model, {"pixel_values": pixels}, {}),
 }
 # What the families differ in: products by Conv1D, experts, cross-attention, an additive mask.
 SIZES = ((3, 12), (2, 5), (5, 20), (1, 7))

@@ -274,3 +274,19 @@ class OneHeadOfKeys(NanoGPTAttention):
         q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], None, 0.0, True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masks = {
+            name: value.to(x.dtype) if value.is_floating_point() else value
+            for name, value in self.options.items()
+            if isinstance(value, torch.Tensor)
+        }
+        result: torch.Tensor = self.inner(x, x, x, **(self.options | masks))[0]
+        return result

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes
-from fusedops.integrations.hf.known_code import known_digests
-from fusedops.integrations.hf.rules.rule import PatchRule
-from fusedops.integrations.hf.tables import _SECTIONS, _TABLES, rule_of_class
+from fusedops.specs.comparison import difference
 
 Loss = Callable[[nn.Module], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -58,46 +54,37 @@ def assert_same_training(
     """
     dtype = torch.bfloat16 if autocast else torch.float32
     runs: list[tuple[Gradients, Gradients, Gradients]] = []
+    failure = None
     for seed in range(max(1, draws)):
         if draws:
             redraw(stock, seed)
             patched.load_state_dict(stock.state_dict())
-        runs.append(
-            (
-                gradients(patched, loss, autocast=autocast),
-                gradients(stock, loss, autocast=autocast),
-                gradients(copy.deepcopy(stock).double(), loss),
-            )
+        actual = gradients(patched, loss, autocast=autocast)
+        eager = gradients(stock, loss, autocast=autocast)
+        runs.append((actual, eager, gradients(copy.deepcopy(stock).double(), loss)))
+        results = (
+            {name: torch.stack([run[name] for run in program]) for name in program[0]}
+            for program in zip(*runs, strict=True)
         )
-        excess = _excess(runs, dtype)
-        if not excess:
-            return
-    raise AssertionError(f"beyond the budget: {excess}")
-
-
-def _excess(
-    runs: list[tuple[Gradients, Gradients, Gradients]], dtype: torch.dtype
-) -> dict[str, float]:
-    """Return by how much errors exceed their budgets, by the names of those that do."""
-    assert runs[0][0].keys() == runs[0][1].keys() == runs[0][2].keys()
-    excess = {}
-    for name in runs[0][2]:
-        actual, eager, expected = (
-            torch.stack([run[name] for run in kind]) for kind in zip(*runs, strict=True)
-        )
-        assert actual.dtype == eager.dtype, name
-        expected = expected.double()
-        budget = dtypes.error_budget(eager, expected, dtype, depth=64)
-        excess[name] = float(((actual.double() - expected).abs() - budget).max())
-    return {name: value for name, value in excess.items() if not value <= 0}
+        try:
+            return assert_within_budget(*results, dtype)
+        except AssertionError as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def assert_within_budget(
     actual: Gradients, eager: Gradients, exact: Gradients, dtype: torch.dtype = torch.float32
 ) -> None:
     """Compare results by name with those of another program, both against float64."""
-    excess = _excess([(actual, eager, exact)], dtype)
-    assert not excess, f"beyond the budget: {excess}"
+    assert actual.keys() == eager.keys() == exact.keys()
+    found = {
+        name: difference(actual[name], exact[name].double(), eager[name], depth=64, inside=dtype)
+        for name in exact
+    }
+    found = {name: message for name, message in found.items() if message is not None}
+    assert not found, f"beyond the budget: {found}"
 
 
 def redraw(model: nn.Module, seed: int) -> None:
@@ -111,9 +98,8 @@ def redraw(model: nn.Module, seed: int) -> None:
 
 def assert_close(actual: torch.Tensor, stock: torch.Tensor, depth: int = 1024) -> None:
     """Compare float32 results of two programs that should round alike."""
-    exact = stock.double()
-    budget = dtypes.error_budget(stock, exact, torch.float32, depth=depth)
-    assert ((actual.double() - exact).abs() <= budget).all()
+    found = difference(actual, stock.double(), stock, depth=depth, inside=torch.float32)
+    assert found is None, found
 
 
 def assert_all_close(actual: Iterable[torch.Tensor], stock: Iterable[torch.Tensor]) -> None:
@@ -126,6 +112,18 @@ def assert_same_grads(model: nn.Module, stock: nn.Module) -> None:
     """Compare the gradients that two backwards have left."""
     for name, parameter in stock.named_parameters():
         assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+TOLERANCE = 2e-3  # of the largest magnitude of a tensor
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, of the largest magnitude of what is expected."""
+    if not torch.equal(actual.isfinite(), expected.isfinite()):
+        return math.inf
+    actual, expected = (x.nan_to_num(0, 0, 0).double() for x in (actual, expected))
+    scale = expected.abs().max().clamp(min=1e-30)
+    return float((actual - expected).abs().max() / scale)
 
 
 @contextmanager
@@ -176,38 +174,3 @@ def losses_of(trainer: Any) -> list[float]:
     """Train; return the loss of every step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-class Adapted(nn.Module):
-    """What an adapter library puts in a linear layer's place."""
-
-    def __init__(self, base: nn.Module, out_features: int) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = nn.Parameter(torch.full((out_features,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) * self.scale
-
-
-TABLES = (*_TABLES, *_SECTIONS, "attention")
-
-
-def rules_of(table: str) -> tuple[PatchRule, ...]:
-    """Return the rules of a table, or of the listed classes of a file, if its library is there."""
-    if table in _TABLES:
-        pytest.importorskip(_TABLES[table])
-        rules: tuple[PatchRule, ...] = importlib.import_module(table).RULES
-        return rules
-    pytest.importorskip("transformers")
-    names = list(known_digests().get(table, ["llama.LlamaAttention", "t5.T5Attention"]))
-    found = [rule_of_class(_listed_class(*name.split("."))) for name in names]
-    assert None not in found
-    return tuple(rule for rule in found if rule is not None)
-
-
-def _listed_class(kind: str, name: str) -> type:
-    cls: type = getattr(
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), name
-    )
-    return cls

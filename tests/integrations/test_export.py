@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from exported_models import MODELS, SIZES, Model
 from patch_testing import assert_close, counted
 from torch import nn
 
 import fusedops
-
-pytest.importorskip("transformers")
-
-from exported_models import MODELS, SIZES, Model
 
 # The others ask the same of the exporter with other modules, which have tests of their own.
 FIRST = ("GPT2", "Qwen3Moe", "T5")

@@ -6,15 +6,18 @@ One that differs by an operation is not known.
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import home_made
 import pytest
 import torch
 import torch.nn.functional as F
-from causal_families import BY_CODE, HEADS, IDS, causal
-from encoder_families import FAMILIES as ENCODERS
+from families import ENCODERS, HEADS, IDS, causal
 from home_made import WIDTH
 from patch_testing import counted, patched_pair
 from torch import nn
@@ -22,12 +25,15 @@ from transformers.models.bert import modeling_bert
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.granite import modeling_granite
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 import fusedops
-from fusedops.integrations.hf import tables
+from fusedops.integrations.hf import known_code, tables
+from fusedops.integrations.hf.known_code import code, digest, known_digests
 from fusedops.integrations.hf.rules.experts import known_gate
 from fusedops.integrations.hf.rules.recognition import clamped_gate_of
+from fusedops.integrations.hf.rules.residual_norm import layer_rule
 from fusedops.integrations.hf.symbolic import paths_of
 
 ROWS = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -325,23 +331,6 @@ def test_the_report_names_what_is_copied() -> None:
     assert entry.cls == "RobertaOutput" and entry.reason == "as BertSelfOutput"
 
 
-def test_a_module_of_patched_classes_has_no_others() -> None:
-    from fusedops.integrations.hf.patched.transformers.models.granite import (
-        modeling_granite as module,
-    )
-
-    patched, _ = BY_CODE["Granite"].pair()
-    assert type(patched.model.layers[0].mlp) is module.GraniteMLP
-    assert module.GraniteMLP.__name__ == "GraniteMLP"
-    for name in ("GraniteForCausalLM", "nothing", "torch"):
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
-            getattr(module, name)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        import fusedops.integrations.hf.patched.no_such_package as missing
-
-        missing.Anything  # noqa: B018
-
-
 class OwnOutput(nn.Module):
     """A copy of the end of BERT's attention in a file of the user's."""
 
@@ -361,3 +350,102 @@ class OwnOutput(nn.Module):
 def test_a_home_made_copy_is_taken() -> None:
     rule = tables.rule_of_class(OwnOutput)
     assert rule is not None and rule.copy_of == "BertSelfOutput"
+
+
+# Fused forwards serve the code that they were written for, with its names of arguments.
+
+FILE = """
+import torch
+from torch import nn
+
+def scaled(x{annotation}):
+    return {scale} * x
+
+class Layer(nn.Module):
+    def forward(self, x{annotation}, y=1):
+        {docstring}
+        return self.inner(x) + y
+
+    def inner(self, x):
+        return scaled(x)
+"""
+PLAIN = {"annotation": "", "scale": "2", "docstring": "pass"}
+
+
+def layer_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **differences: str) -> Any:
+    name = f"known_code_{'_'.join(differences) or 'plain'}"
+    (folder / f"{name}.py").write_text(FILE.format(**PLAIN | differences))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return __import__(name).Layer
+
+
+def test_a_digest_is_of_all_that_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = layer_of(tmp_path, monkeypatch, docstring='"A sentence."')
+    same = layer_of(tmp_path, monkeypatch, annotation=": torch.Tensor", docstring='"Another."')
+    other = layer_of(tmp_path, monkeypatch, scale="3", docstring='"A sentence."')
+    assert digest(plain) == digest(same) != digest(other)
+    assert digest(plain.inner) != digest(plain)
+    assert code(plain).count("def ") == 3
+
+
+def test_what_is_listed_is_in_this_transformers() -> None:
+    for section in tables._SECTIONS:
+        for name in known_digests()[section]:
+            kind, cls = name.split(".")
+            modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            assert known_code.known_as(getattr(modeling, cls), section) == name
+            assert tables.rule_of_class(getattr(modeling, cls)) is not None
+
+
+def test_another_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = modeling_granite.GraniteDecoderLayer
+    listed = known_digests() | {"t5": {"granite.GraniteDecoderLayer": {"0123456789ab": "5.0"}}}
+    monkeypatch.setattr(known_code, "known_digests", lambda: listed)
+    assert tables._made(layer) == (
+        "this transformers has another GraniteDecoderLayer: the digest of its code is "
+        f"{digest(layer)}, known are 0123456789ab"
+    )
+
+
+def test_code_without_source_has_no_digest() -> None:
+    namespace: dict[str, Any] = {"nn": nn, "__name__": "transformers.nowhere"}
+    exec("class Layer(nn.Module):\n    def forward(self, x): return x", namespace)
+    assert digest(namespace["Layer"]) is None
+
+
+def _accepts_the_former_name(forward: Any) -> Any:
+    """Stand for ``deprecate_kwarg`` of transformers, which a class of this file cannot have."""
+
+    @functools.wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return forward(self, *args, **kwargs)
+
+    return renamed
+
+
+class _Later(nn.Module):
+    """A layer of a release in which ``past_key_values`` is ``cache``."""
+
+    @_accepts_the_former_name
+    def forward(self, hidden_states: Any, mask: Any = None, cache: Any = None, **kw: Any) -> Any:
+        return "original", (mask, cache, kw)
+
+
+def _compute(self: Any, hidden_states: Any, **options: Any) -> Any:
+    return "fused", options
+
+
+def test_arguments_have_the_names_of_the_original() -> None:
+    layer: Any = layer_rule(_Later, compute=_compute).patched()
+    x = torch.ones(2)
+    assert layer(x, cache="c", more=1) == ("fused", {"mask": None, "cache": "c", "more": 1})
+    assert layer(x, "m", "c") == ("fused", {"mask": "m", "cache": "c"})
+    assert layer(hidden_states=x, mask="m") == ("fused", {"mask": "m", "cache": None})
+    assert layer(x, past_key_values="c") == ("original", (None, "c", {}))
+    with pytest.raises(TypeError):
+        layer(x, "m", "c", "one too many")

@@ -15,22 +15,18 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import followed_modules as followed
+import home_made
 import pytest
 import torch
-from patch_sweep import TOLERANCE, distance
-from patch_testing import counted, patched_pair
+from families import DENSE, GPT2, IDS, needs_sdpa
+from patch_testing import TOLERANCE, counted, distance, patched_pair
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import fusedops
 from fusedops.integrations.hf import original_code
-
-pytest.importorskip("transformers")
-
-from causal_families import DENSE, GPT2, IDS
-from families import needs_sdpa
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 functional = nn.functional
 LEVELS = ["O1", "O2", "O3"]
@@ -181,6 +177,9 @@ CASES = {
     "method of attention, on the instance": Case("Attention", own("attend", _values)),
     "method of the base of attention": Case("DerivedAttention", at("Attention.attend", _values)),
     "torch's attention": Case("Attention", _OTHER_SDPA),
+    "torch's attention of several heads": Case(
+        lambda: home_made.SelfAttention(need_weights=False), _OTHER_SDPA
+    ),
     "processor": Case(_processed, own("processor", _LINEAR())),
     "method of a processor": Case(_processed, at("Processor.__call__", _LINEAR.__call__)),
     "torch's attention in a processor": Case(_processed, _OTHER_SDPA),
@@ -338,15 +337,17 @@ def test_rows_of_padding_are_stocks(name: str, implementation: str, level: str) 
 
 
 class Answering(torch.Tensor):
-    """A tensor that answers torch's functions itself: half of what they give."""
+    """A tensor that answers torch's functions itself: half of what they give, or an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.new_zeros, torch.Tensor.t):
+            raise NotImplementedError(f"{func} of a packed weight")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func is torch.Tensor.detach:
-                return result.as_subclass(cls)
-            return result / 2 if func in ANSWERED else result
+        if func is torch.Tensor.detach:
+            return result.as_subclass(cls)
+        return result / 2 if func in ANSWERED else result
 
 
 ANSWERED = (
@@ -399,7 +400,11 @@ SUBCLASSED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["input", "weight"])
+def plain(value: torch.Tensor) -> torch.Tensor:
+    return value.plain if isinstance(value, Dispatching) else value.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("place", ["input", "weight", "parameter"])
 @pytest.mark.parametrize("tensor", [Answering, Dispatching], ids=["function", "dispatch"])
 @pytest.mark.parametrize("name", SUBCLASSED)
 @pytest.mark.usefixtures("own_products")
@@ -407,21 +412,24 @@ def test_other_kinds_of_tensors_run_the_original(
     name: str, tensor: Callable[..., torch.Tensor], place: str
 ) -> None:
     stock, rows = SUBCLASSED[name](), ROWS.clone()
-    plain = stock(rows).detach()
+    unchanged = stock(rows).detach()
     model = nn.Sequential(copy.deepcopy(stock))
     fusedops.patch(model, level="O3")
 
     def other(value: torch.Tensor) -> torch.Tensor:
         return value.as_subclass(Answering) if tensor is Answering else Dispatching(value)
 
+    modules = [] if place == "input" else [*stock.modules(), *model.modules()]
+    owners = [each for each in modules if isinstance(getattr(each, "weight", None), nn.Parameter)]
+    for module in owners:
+        weight = other(module.weight.detach())
+        if place == "parameter":
+            weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            del module.weight
+        module.weight = weight
     if place == "input":
         rows = other(rows)
-    else:
-        for owner in (stock, model[0]):
-            for module in owner.modules():
-                if isinstance(getattr(module, "weight", None), nn.Parameter):
-                    weight = other(module.weight.detach())
-                    module.weight = nn.Parameter(weight, requires_grad=False)
     with torch.no_grad():
         try:
             expected = stock(rows)
@@ -429,62 +437,42 @@ def test_other_kinds_of_tensors_run_the_original(
             with pytest.raises(type(error)):
                 model(rows)
             return
-        actual = model(rows)
-    assert type(actual) is type(expected)
-    expected, actual = (
-        value.plain if isinstance(value, Dispatching) else value.as_subclass(torch.Tensor)
-        for value in (expected, actual)
-    )
-    assert_close(actual, expected)
-    if list(stock.parameters()) or place == "input":
-        assert not torch.allclose(expected, plain)
+        report = fusedops.describe(model)
+        for _ in range(2):  # before and after it is patched once more
+            actual = model(rows)
+            assert type(actual) is type(expected)
+            assert_close(plain(actual), plain(expected))
+            for entry in report.modules if owners else ():
+                assert entry.cls != "Linear" or tensor.__name__ in entry.reason
+            report = fusedops.patch(model, level="O3")
+    if owners or place == "input":
+        assert not torch.allclose(plain(expected), unchanged)
 
 
 def test_the_configuration_of_attention_is_the_models() -> None:
     model, stock = patched_pair(DENSE["Llama"].model(attn_implementation="sdpa").eval())
-    attention = model.model.layers[0].self_attn
-    assert attention.config is model.config
-    assert isinstance(attention.config, type(stock.config))
-    assert "config" in vars(attention)
-    for copied in (
-        copy.copy(attention.config),
-        copy.deepcopy(attention.config),
-        pickle.loads(pickle.dumps(attention.config)),
-    ):
+    config = model.model.layers[0].self_attn.config
+    assert config is model.config and "config" in vars(model.model.layers[0].self_attn)
+    for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert type(copied) is type(stock.config) and copied._attn_implementation == "sdpa"
-    attention.config.marked = 3
-    assert model.config.marked == 3
-    attention.config._attn_implementation = "eager"
-    stock.config._attn_implementation = "eager"
-    assert model.config._attn_implementation == "eager"
+    for changed in (config, stock.config):
+        changed._attn_implementation = "eager"
     output, expected = model(IDS, output_attentions=True), stock(IDS, output_attentions=True)
     assert_close(output.logits, expected.logits)
     assert_close(output.attentions[0], expected.attentions[0])
 
 
-def test_modules_made_from_a_patched_models_configuration_are_stock() -> None:
+def test_new_models_and_modules_are_stock() -> None:
     model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
-    fusedops.patch(model)
-    made = LlamaAttention(model.model.layers[0].self_attn.config, 0)
-    other = type(model)(model.model.layers[0].self_attn.config).eval()
-    fusedops.unpatch(model)
-    positions = model.model.rotary_emb(ROWS, torch.arange(6)[None])
-    for attention in (made, other.model.layers[0].self_attn):
-        assert type(attention) is LlamaAttention
-        fusedops.reset_counters()
-        attention(ROWS, positions, None)
-    other(IDS)
-    assert not fusedops.counters()
-
-
-def test_new_models_are_stock() -> None:
-    model = DENSE["Llama"].model().eval()
     fusedops.patch(model, level="O3")
-    new = DENSE["Llama"].model().eval()
+    config = model.model.layers[0].self_attn.config
+    made, new = LlamaAttention(config, 0), type(model)(config).eval()
     assert not any("fusedops" in type(module).__module__ for module in new.modules())
-    fusedops.reset_counters()
-    new(IDS, labels=IDS)
-    assert not fusedops.counters()
+    fusedops.unpatch(model)
+    with counted() as calls:
+        made(ROWS, model.model.rotary_emb(ROWS, torch.arange(6)[None]), None)
+        new(IDS, labels=IDS)
+    assert not calls
     names = [vars(cls).get("__module__", "") for cls in nn.Module.__subclasses__()]
     assert not any(name.startswith("fusedops.integrations.hf.patched") for name in names)
 

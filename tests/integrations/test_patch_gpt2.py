@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_families import GPT2, IDS, loss
-from encoder_families import FAMILIES
+from families import ALL, BERT, GPT2, IDS, loss
 from patch_testing import (
-    Adapted,
     assert_all_close,
     assert_close,
     assert_same_training,
@@ -18,19 +16,12 @@ from patch_testing import (
     gradients,
 )
 from torch import nn
+from transformers.models.gpt2 import modeling_gpt2
 
 import fusedops
 from fusedops.integrations import describe
 
-pytest.importorskip("transformers")
-
-from transformers.models.gpt2 import modeling_gpt2
-from transformers.pytorch_utils import Conv1D
-
-BERT = FAMILIES["BertForMaskedLM"]
 own_products = pytest.mark.usefixtures("own_products")
-
-
 ACTIVATIONS = (
     *("gelu_new", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast"),
     *("gelu_accurate", "quick_gelu", "relu", "relu2", "silu", "swish", "linear"),
@@ -49,13 +40,12 @@ KNOWN += [("BertForMaskedLM", activation) for activation in ("gelu_new", "quick_
 @pytest.mark.parametrize(("name", "activation"), [*KNOWN, ("BertForMaskedLM", "relu")])
 @own_products
 def test_every_known_activation(name: str, activation: str, autocast: bool) -> None:
-    family = {"GPT2": GPT2, "BertForMaskedLM": BERT}[name]
     option, modules = SERVED[name]
-    patched, stock = family.pair(**{option: activation})
+    patched, stock = ALL[name].pair(**{option: activation})
     assert {module: describe(patched)[module].op for module in modules} == modules
     if autocast and activation == "relu":
         return  # its slope jumps: whichever way bfloat16 rounds an argument near 0 is right
-    assert_same_training(patched, stock, family.loss, autocast=autocast)
+    assert_same_training(patched, stock, ALL[name].loss, autocast=autocast)
 
 
 @pytest.mark.parametrize("activation", ["gelu_10", "tanh", "mish"])
@@ -75,17 +65,6 @@ def test_unknown_activation_is_kept_and_reported(activation: str) -> None:
         fusedops.patch(stock, strict=True)
     assert [type(module) for module in stock.modules()] == classes
     fusedops.patch(GPT2.model(), strict=True)
-
-
-@pytest.mark.parametrize(
-    ("family", "products"), [(GPT2, 5), (BERT, 2 * 6 + 2)], ids=["GPT2", "BERT"]
-)
-@own_products
-def test_every_product_is_one_op_with_its_activation(family: Any, products: int) -> None:
-    patched, _ = family.pair()
-    with counted() as calls:
-        family.loss(patched).backward()
-    assert calls["linear_act"] == calls["linear_act_backward"] == products
 
 
 DROPOUTS = ("attn.attn_dropout", "attn.resid_dropout", "mlp.dropout")
@@ -120,29 +99,6 @@ def test_patching_twice_and_changing_the_level() -> None:
     assert all(type(module).__module__.split(".")[0] != "fusedops" for module in model.modules())
 
 
-@pytest.mark.parametrize("child", ["c_fc", "act", "c_proj"])
-@own_products
-def test_a_hook_inside_the_mlp_fires_and_the_mlp_steps_aside(child: str) -> None:
-    patched, stock = GPT2.pair()
-    seen = {}
-    for model in (patched, stock):
-        module = getattr(model.transformer.h[0].mlp, child)
-        handle = module.register_forward_hook(
-            lambda module, args, output, model=model: seen.__setitem__(model, output)
-        )
-        loss(model).backward()
-        if model is patched:
-            entry = describe(patched)["transformer.h.0.mlp"]
-            assert entry.replaced == (child == "c_proj")
-            prefix = "linear_act alone" if child == "c_proj" else "steps aside now"
-            assert entry.reason == f"{prefix}: {child} has hooks"
-            handle.remove()
-    assert_close(seen[patched], seen[stock])
-    with counted() as calls:
-        loss(patched)
-    assert calls["mlp"] == 2
-
-
 def test_backward_hooks_fire_with_the_stock_gradients() -> None:
     names = ["h.0.mlp.c_fc", "h.0.mlp", "h.0.attn", "h.1.ln_2", "h.1.attn.resid_dropout", "h.1"]
     names = [*(f"transformer.{name}" for name in names), "lm_head"]
@@ -160,57 +116,86 @@ def test_backward_hooks_fire_with_the_stock_gradients() -> None:
     assert_all_close(*seen)
 
 
+# A module that has a hook, and what the report says about the one around it.
 HOOKED = {
-    "GPT2": ("transformer.h.0.ln_2", "transformer.h.1.attn.c_attn", "transformer.h.1.mlp"),
-    "BertForMaskedLM": (
-        "bert.encoder.layer.0.intermediate.dense",
-        "bert.encoder.layer.0.intermediate.intermediate_act_fn",
-        "bert.encoder.layer.0.output.dense",
-        "bert.encoder.layer.0.output.LayerNorm",
-        "bert.encoder.layer.1.attention.output.dropout",
-        "cls.predictions.transform.dense",
-    ),
-    "WhisperForConditionalGeneration": ("model.decoder.layers.1.fc1",),
-    "T5ForConditionalGeneration": ("decoder.block.1.layer.2.DenseReluDense.wi",),
+    ("GPT2", "transformer.h.0.ln_2"): "",
+    ("GPT2", "transformer.h.1.attn.c_attn"): "",
+    ("GPT2", "transformer.h.1.mlp"): "",
+    ("GPT2", "transformer.h.0.mlp.c_fc"): "steps aside now: c_fc has hooks",
+    ("GPT2", "transformer.h.0.mlp.act"): "steps aside now: act has hooks",
+    ("GPT2", "transformer.h.0.mlp.c_proj"): "linear_act alone: c_proj has hooks",
+    ("BertForMaskedLM", "bert.encoder.layer.0.intermediate.dense"): "",
+    ("BertForMaskedLM", "bert.encoder.layer.0.intermediate.intermediate_act_fn"): "",
+    ("BertForMaskedLM", "bert.encoder.layer.0.output.dense"): "",
+    ("BertForMaskedLM", "bert.encoder.layer.0.output.LayerNorm"): "",
+    ("BertForMaskedLM", "bert.encoder.layer.1.attention.output.dropout"): "",
+    ("BertForMaskedLM", "cls.predictions.transform.dense"): "",
+    ("Mixtral", "model.layers.0.mlp.experts.act_fn"): "",
+    ("OPT", "model.decoder.layers.0.fc1"): "without mlp: fc1 has hooks",
+    ("WhisperForConditionalGeneration", "model.decoder.layers.1.fc1"): "",
+    ("T5ForConditionalGeneration", "decoder.block.1.layer.2.DenseReluDense.wi"): "",
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [(name, module) for name, modules in HOOKED.items() for module in modules]
-)
+@pytest.mark.parametrize(("name", "module"), HOOKED)
+@own_products
 def test_a_hook_may_change_what_a_bypassed_child_returns(name: str, module: str) -> None:
-    family = (FAMILIES | {"GPT2": GPT2})[name]
-    patched, stock = family.pair()
-    for model in (patched, stock):
+    family, reason = ALL[name], HOOKED[name, module]
+    options = {"experts_implementation": "grouped_mm"} if name == "Mixtral" else {}
+    patched, stock = family.pair(**options)
+    hooks = [
         model.get_submodule(module).register_forward_hook(lambda module, args, output: output * 2)
+        for model in (patched, stock)
+    ]
     assert_close(family.logits(patched), family.logits(stock))
+    if reason:
+        assert describe(patched)[module.rpartition(".")[0]].reason == reason
+    hooks[0].remove()
+    with counted() as calls:
+        family.loss(patched)
+    assert {op: calls[op] for op in family.ops} == family.ops
+
+
+class Adapted(nn.Module):
+    """What an adapter library puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Module, out_features: int) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.full((out_features,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * self.scale
+
+
+# Where the adapter is, and the op that runs in the other layer.
+ADAPTED = {
+    "GPT2": ("transformer.h.0.mlp", "c_fc", 4 * 32, "mlp"),
+    "Llama": ("model.layers.0.mlp", "gate_proj", 48, "linear_glu"),
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ADAPTED)
 @own_products
-def test_an_adapter_in_a_childs_place_is_called(when: str) -> None:
-    patched, stock = GPT2.model(), GPT2.model()
+def test_an_adapter_in_a_childs_place_is_called(name: str, when: str) -> None:
+    path, child, features, op = ADAPTED[name]
+    patched, stock = ALL[name].model(), ALL[name].model()
     if when == "after":
         fusedops.patch(patched)
     for model in (patched, stock):
-        mlp = model.transformer.h[0].mlp
-        assert isinstance(mlp.c_fc, Conv1D)
-        mlp.c_fc = Adapted(mlp.c_fc, 4 * 32)
-    if when == "before":
-        report = fusedops.patch(patched)
-        assert report["transformer.h.0.mlp"].reason == "c_fc is a Adapted"
-        assert report["transformer.h.1.mlp"].replaced
+        mlp = model.get_submodule(path)
+        setattr(mlp, child, Adapted(getattr(mlp, child), features))
+    report = fusedops.patch(patched) if when == "before" else describe(patched)
+    assert f"{child} is a Adapted" in report[path].reason
+    with counted() as calls:
+        loss(patched)
+    assert calls[op] == 1
     assert_same_training(patched, stock, loss)
-
-
-def test_a_parametrization_is_applied() -> None:
-    patched, stock = GPT2.pair()
-    for model in (patched, stock):
-        nn.utils.parametrizations.weight_norm(model.transformer.h[0].mlp.c_proj)
-        nn.utils.parametrizations.weight_norm(model.transformer.h[1].attn.c_attn)
-    assert_same_training(patched, stock, loss)
-    with pytest.raises(fusedops.UnsupportedError, match="h.0.mlp.c_proj is a Parametrized"):
-        fusedops.unpatch(patched)
+    if name == "Llama":
+        assert calls["swiglu"] == 1
+        assert report[f"{path}.up_proj"].op == "linear_act"
+        assert report[f"{path}.act_fn"].reason == f"inside {path}"
 
 
 def test_only_the_dropouts_that_are_on_drop() -> None:

@@ -11,7 +11,7 @@ import followed_modules as followed
 import home_made
 import pytest
 import torch
-from home_made import FEED_FORWARDS, NORMS, WIDTH
+from home_made import FEED_FORWARDS, NORMS, WIDTH, SelfAttention
 from patch_testing import assert_same_training, counted, patched_pair
 from torch import nn
 
@@ -27,22 +27,6 @@ ROWS = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
 
 def feed_forward(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 48), activation, nn.Linear(48, 8))
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.options = options
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        masks = {
-            name: value.to(x.dtype) if value.is_floating_point() else value
-            for name, value in self.options.items()
-            if isinstance(value, torch.Tensor)
-        }
-        result: torch.Tensor = self.inner(x, x, x, **(self.options | masks))[0]
-        return result
 
 
 class Padded(nn.Module):
@@ -129,56 +113,63 @@ USERS = {
         {f"norm {name}": value for name, value in NORMS.items()} | FEED_FORWARDS
     ).items()
 }
+
+
+def attending(make: Callable[[], nn.Module], **ops: int) -> Row:
+    """Return a row with attention in plain code, which level O3 fuses."""
+    return Row(make, {"attention": 1} | ops, "O3")
+
+
+ENCODER, DECODER = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+NORM_FIRST = OPTIONS | {"norm_first": True}
+MASKS = {"attn_mask": CAUSAL, "key_padding_mask": PADDING}
 ATTENDING = {
-    "nanogpt": Row(home_made.NanoGPTAttention, {"attention": 1}, "O3"),
-    "litgpt attention": Row(home_made.LitgptAttention, {"attention": 1}, "O3"),
-    "one head of keys": Row(home_made.OneHeadOfKeys, {"attention": 1}, "O3"),
-    "processor": Row(
-        lambda: followed.ProcessorAttention(followed.Processor()), {"attention": 1}, "O3"
+    "nanogpt": attending(home_made.NanoGPTAttention),
+    "litgpt attention": attending(home_made.LitgptAttention),
+    "one head of keys": attending(home_made.OneHeadOfKeys),
+    "processor": attending(lambda: followed.ProcessorAttention(followed.Processor())),
+    "multi-head": attending(lambda: SelfAttention(need_weights=False)),
+    "multi-head, masks": attending(lambda: SelfAttention(need_weights=False, **MASKS)),
+    "multi-head, causal mask": attending(
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL.isinf())
     ),
-    "multi-head": Row(lambda: SelfAttention(need_weights=False), {"attention": 1}, "O3"),
-    "multi-head, masks": Row(
-        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, key_padding_mask=PADDING),
-        {"attention": 1},
-        "O3",
+    "multi-head, causal": attending(
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, is_causal=True)
     ),
-    "multi-head, causal mask": Row(
-        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL.isinf()), {"attention": 1}, "O3"
+    "weights wanted": attending(SelfAttention, attention=0),
+    "encoder layer": attending(
+        lambda: ENCODER(WIDTH, 4, 48, activation="gelu", **OPTIONS),
+        mlp=1,
+        add_layer_norm=2,
+        layer_norm=0,
     ),
-    "multi-head, causal": Row(
-        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, is_causal=True),
-        {"attention": 1},
-        "O3",
-    ),
-    "weights wanted": Row(SelfAttention, {"attention": 0}, "O3"),
-    "encoder layer": Row(
-        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 48, activation="gelu", **OPTIONS),
-        {"attention": 1, "mlp": 1, "add_layer_norm": 2, "layer_norm": 0},
-        "O3",
-    ),
-    "encoder, norm first": Row(
+    "encoder, norm first": attending(
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(WIDTH, 4, 48, norm_first=True, **OPTIONS),
-            2,
-            enable_nested_tensor=False,
+            ENCODER(WIDTH, 4, 48, **NORM_FIRST), 2, enable_nested_tensor=False
         ),
-        {"attention": 2, "mlp": 2, "add_layer_norm": 2, "layer_norm": 2},
-        "O3",
+        attention=2,
+        mlp=2,
+        add_layer_norm=2,
+        layer_norm=2,
     ),
-    "decoder": Row(
-        lambda: CausalDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48, **OPTIONS)),
-        {"attention": 2, "mlp": 1, "add_layer_norm": 3, "layer_norm": 0},
-        "O3",
+    "decoder": attending(
+        lambda: CausalDecoder(DECODER(WIDTH, 4, 48, **OPTIONS)),
+        attention=2,
+        mlp=1,
+        add_layer_norm=3,
+        layer_norm=0,
     ),
-    "decoder, norm first": Row(
-        lambda: CausalDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48, norm_first=True, **OPTIONS)),
-        {"attention": 2, "mlp": 1, "add_layer_norm": 2, "layer_norm": 1},
-        "O3",
+    "decoder, norm first": attending(
+        lambda: CausalDecoder(DECODER(WIDTH, 4, 48, **NORM_FIRST)),
+        attention=2,
+        mlp=1,
+        add_layer_norm=2,
+        layer_norm=1,
     ),
-    "derived decoder layer": Row(
-        lambda: DerivedDecoder(WIDTH, 4, 48, **OPTIONS), {"attention": 2, "layer_norm": 3}, "O3"
+    "derived decoder layer": attending(
+        lambda: DerivedDecoder(WIDTH, 4, 48, **OPTIONS), attention=2, layer_norm=3
     ),
-    "encoder layer, masks": Row(Padded, {"attention": 1, "mlp": 1, "add_layer_norm": 2}, "O3"),
+    "encoder layer, masks": attending(Padded, mlp=1, add_layer_norm=2),
 }
 MODULES = TORCH | USERS | ATTENDING
 TRAINED = sorted(MODULES.keys() - {"norm no weight", "LayerNorm, no weight", "GELU first"})
@@ -279,22 +270,6 @@ def test_the_attention_of_plain_code_needs_level_o3(name: str) -> None:
         module(ROWS)
     assert calls["attention"] == 0
     assert "from level O3 on" in str(report)
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", ["nanogpt", "multi-head", "processor"])
-def test_another_attention_in_torchs_place_is_called(
-    monkeypatch: pytest.MonkeyPatch, name: str, training: bool
-) -> None:
-    patched, stock = (module.train(training) for module in pair(name))
-    torchs = nn.functional.scaled_dot_product_attention
-
-    def doubled(*args: Any, **options: Any) -> torch.Tensor:
-        return 2 * torchs(*args, **options)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", doubled)
-    torch.testing.assert_close(patched(ROWS), stock(ROWS))
-    assert "F.scaled_dot_product_attention was replaced" in str(fusedops.describe(patched))
 
 
 # Modules that hand their attention to a processor, as those of diffusers do.

@@ -7,131 +7,145 @@ import gc
 import pickle
 import sys
 import weakref
+from itertools import count
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from patch_testing import assert_close
 from torch import nn
-from written_modules import written
 
 import fusedops
 from fusedops.integrations.hf import tables
 
-_LAYER = """
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-"""
-_ATTENDS = "F.scaled_dot_product_attention(x, x, x)"
-FEED_FORWARD = f"""{_LAYER}
+_numbers = count()
+
+
+def written(monkeypatch: pytest.MonkeyPatch, source: str) -> Any:
+    """Return a module with this code, in a package of its own, which imports torch."""
+    package = f"written_{next(_numbers)}"
+    for name in (package, f"{package}.layers"):
+        module = ModuleType(name)
+        module.__package__ = package
+        module.__file__ = "written/layers.py"
+        monkeypatch.setitem(sys.modules, name, module)
+    vars(sys.modules[package])["__path__"] = []
+    imports = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    exec(imports + source, vars(module))
+    return module
+
+
+FEED_FORWARD = """
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
 """
 
+
+def layer(body: str = FEED_FORWARD, head: str = "nn.Module", before: str = "") -> str:
+    """Return the source of a layer with a forward; ``before`` is what stands above its class."""
+    return f"""
+{before}
+
+class Layer({head}):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+{body}
+"""
+
+
+ATTENDS = "F.scaled_dot_product_attention(x, x, x)"
 CODES = {
-    "names itself": f"""
-class Layer(nn.Module):
-    {_LAYER}
+    "names itself": layer(f"""
     @staticmethod
     def split(x):
         return x
+
     def forward(self, x):
         assert isinstance(self, Layer)
-        return Layer.split(self.down(self.up({_ATTENDS})))
-""",
-    "super of itself": f"""
-class Layer(nn.Module):
-    {_LAYER}
+        return Layer.split(self.down(self.up({ATTENDS})))
+"""),
+    "super of itself": layer(f"""
     def extra_repr(self):
         return super(Layer, self).extra_repr()
+
     def forward(self, x):
         super(Layer, self).extra_repr()
-        return {_ATTENDS}
+        return {ATTENDS}
+"""),
+    "two that name one another": layer(
+        f"""
+    def forward(self, x):
+        return x if isinstance(x, Other) else {ATTENDS}
 """,
-    "two that name one another": f"""
+        before=f"""
 class Other(nn.Module):
     def forward(self, x):
-        return x if isinstance(x, Layer) else {_ATTENDS}
-
-class Layer(nn.Module):
-    {_LAYER}
-    def forward(self, x):
-        return x if isinstance(x, Other) else {_ATTENDS}
+        return x if isinstance(x, Layer) else {ATTENDS}
 """,
-    "keyword of subclasses": f"""
+    ),
+    "keyword of subclasses": layer(
+        head='Base, tag="layer"',
+        before="""
 class Base(nn.Module):
     def __init_subclass__(cls, *, tag):
         super().__init_subclass__()
-
-class Layer(Base, tag="layer"):
-    {FEED_FORWARD}
 """,
-    "metaclass": f"""
+    ),
+    "metaclass": layer(
+        head='nn.Module, metaclass=Meta, tag="layer"',
+        before="""
 class Meta(type):
     def __new__(meta, name, bases, body, *, tag):
         return super().__new__(meta, name, bases, body)
     def __init__(cls, name, bases, body, *, tag):
         super().__init__(name, bases, body)
-
-class Layer(nn.Module, metaclass=Meta, tag="layer"):
-    {FEED_FORWARD}
 """,
-    "method made by exec": f"""
-class Layer(nn.Module):
-    {_LAYER}
-    exec("def forward(self, x): return {_ATTENDS}", {{"F": F}}, locals())
-""",
-    "relative import": f"""
-FACTOR = 2.0
-class Layer(nn.Module):
-    {_LAYER}
+    ),
+    "method made by exec": layer(f"""
+    exec("def forward(self, x): return {ATTENDS}", {{"F": F}}, locals())
+"""),
+    "relative import": layer(
+        f"""
     def forward(self, x):
         from .layers import FACTOR
-        return FACTOR * {_ATTENDS}
+        return FACTOR * {ATTENDS}
 """,
-    "forward that is no function": f"""
-import functools
-
+        before="FACTOR = 2.0",
+    ),
+    "forward that is no function": layer(
+        "    forward = Forward()",
+        before=f"""
 class Forward:
     def __call__(self, x):
-        return {_ATTENDS}
-
-class Layer(nn.Module):
-    {_LAYER}
-    forward = Forward()
+        return {ATTENDS}
 """,
-    "global without a hash": f"""
+    ),
+    "global without a hash": layer(
+        """
+    def forward(self, x):
+        return self.down(F.silu(self.up(ODD(x))))
+""",
+        before="""
 class Odd(list):
     __hash__ = None
     def __call__(self, x):
         return x
 
 ODD = Odd()
-class Layer(nn.Module):
-    {_LAYER}
-    def forward(self, x):
-        return self.down(F.silu(self.up(ODD(x))))
 """,
-    "class that refuses attributes": f"""
+    ),
+    "class that refuses attributes": layer(
+        head="nn.Module, metaclass=Meta",
+        before="""
 class Meta(type):
     def __setattr__(cls, name, value):
         raise TypeError("frozen")
-
-class Layer(nn.Module, metaclass=Meta):
-    {FEED_FORWARD}
 """,
-    "not importable": f"""
-class Layer(nn.Module):
-    {FEED_FORWARD}
-
-Layer.__name__ = "Local"
-""",
-    "underscore": f"""
-class _Layer(nn.Module):
-    {FEED_FORWARD}
-
-Layer = _Layer
-""",
+    ),
+    "not importable": layer() + 'Layer.__name__ = "Local"',
+    "underscore": layer().replace("Layer", "_Layer") + "Layer = _Layer",
 }
 
 
@@ -151,26 +165,26 @@ def test_a_class_is_replaced_or_left_alone(
 
 
 REGISTRIES = {
-    "base": f"""
+    "base": layer(
+        head="Base",
+        before="""
 class Base(nn.Module):
     classes = []
     def __init_subclass__(cls):
         super().__init_subclass__()
         Base.classes.append(cls)
-
-class Layer(Base):
-    {FEED_FORWARD}
 """,
-    "metaclass": f"""
+    ),
+    "metaclass": layer(
+        head="nn.Module, metaclass=Base",
+        before="""
 class Base(type):
     classes = []
     def __init__(cls, name, bases, body):
         super().__init__(name, bases, body)
         Base.classes.append(cls)
-
-class Layer(nn.Module, metaclass=Base):
-    {FEED_FORWARD}
 """,
+    ),
 }
 
 
@@ -196,7 +210,7 @@ def test_an_error_while_a_class_is_read_is_its_reason(
 
     by_code = sys.modules["fusedops.integrations.hf.rules.by_code"]
     monkeypatch.setattr(by_code, "rule_by_code", fails)
-    module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
+    module = written(monkeypatch, layer())
     for _ in range(2):
         report = fusedops.patch(nn.Sequential(module.Layer()))
         assert report["0"].reason == "its code could not be read: ZeroDivisionError: odd"
@@ -205,7 +219,7 @@ def test_an_error_while_a_class_is_read_is_its_reason(
 
 def test_code_of_a_later_python_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_NEWEST_PYTHON", (3, 9))
-    module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
+    module = written(monkeypatch, layer())
     report = fusedops.patch(nn.Sequential(module.Layer()))
     assert report["0"].reason == "its code is that of a later Python than the rules know"
 

@@ -5,37 +5,28 @@ So is the original where a keyword or a class is one that the fused function doe
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from patch_testing import TABLES, assert_close, counted, patched_pair, rules_of
+from families import DENSE, ENCODERS, IDS, SPARSE, needs_sdpa
+from patch_testing import assert_close, counted, patched_pair
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-import fusedops
-from fusedops._core.checks import UnsupportedError
-from fusedops.integrations import describe
-from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
-
-pytest.importorskip("transformers")
-
-from causal_families import DENSE, IDS, SPARSE
-from encoder_families import FAMILIES as ENCODERS
-from families import needs_sdpa
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
-from fusedops.integrations.hf.rules import attention, experts, losses
+import fusedops
+from fusedops._core.checks import UnsupportedError
+from fusedops.integrations import describe
+from fusedops.integrations.hf.rules import attention
+from fusedops.integrations.hf.rules.rule import PatchRule, always
 
 functional = nn.functional
 Context = pytest.MonkeyPatch
@@ -85,74 +76,7 @@ def test_torch_modules_run_what_was_replaced(
     assert calls
 
 
-def other_value(known: Any) -> Any:
-    """Return what may be put in the place of a function or value."""
-    if isinstance(known, CodeType):
-        return known.replace(co_name="other")
-    if isinstance(known, (tuple, dict)):
-        return type(known)()
-    return (lambda *args, **kwargs: None) if callable(known) else object()
-
-
-def bare_instance(
-    monkeypatch: Context, rule: PatchRule
-) -> tuple[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Return a patched instance without state, and the calls of the original's methods."""
-    instance, called = rule.patched.__new__(rule.patched), []
-    nn.Module.__init__(instance)
-    for method in rule.methods:
-        monkeypatch.setattr(
-            rule.original, method, lambda *args, **kwargs: called.append((args, kwargs))
-        )
-    return instance, called
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_every_rule_compares_every_place(monkeypatch: Context, table: str) -> None:
-    """The original's method is called, whatever the patched class would do."""
-    for rule in rules_of(table):
-        assert original_code.replaced(rule.watched) is None
-        for owner, name, known in rule.watched.attributes:
-            with monkeypatch.context() as patches:
-                patches.setattr(owner, name, other_value(known))
-                reason = original_code.replaced(rule.watched)
-                assert reason is not None and f".{name} " in reason
-                instance, called = bare_instance(patches, rule)
-                for method in rule.methods:
-                    getattr(instance, method)(torch.zeros(2, 4))
-                assert [args[0] for args, _ in called] == [instance] * len(rule.methods)
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_every_keyword_is_known_or_runs_the_original(monkeypatch: Context, table: str) -> None:
-    for rule in rules_of(table):
-        for name in rule.methods if rule.watched.attributes else ():
-            with monkeypatch.context() as patches:
-                _assert_keywords_are_known(patches, rule, name)
-
-
-def _assert_keywords_are_known(monkeypatch: Context, rule: PatchRule, name: str) -> None:
-    theirs = inspect.signature(getattr(rule.original, name)).parameters
-    ours = inspect.signature(getattr(rule.patched, name)).parameters
-    if any(row.kind is inspect.Parameter.VAR_POSITIONAL for row in ours.values()):
-        return  # binds all by the signature of the original
-    # What the rule watches stays: a replaced method would run the original anyway.
-    monkeypatch.setattr("fusedops.integrations.hf.rules.rule.changed", lambda watched, module: None)
-    instance, called = bare_instance(monkeypatch, rule)
-    named = [other for other in theirs if theirs[other].kind in NAMED][1:]
-    foreign = [keyword for keyword in named if keyword not in ours]
-    if not any(row.kind is inspect.Parameter.VAR_KEYWORD for row in ours.values()):
-        foreign.append("of_a_later_version")
-    for keyword in foreign:
-        getattr(instance, name)(**{keyword: torch.zeros(2, 4)})
-    assert len(called) == len(foreign)
-    if not any(row.kind is inspect.Parameter.VAR_POSITIONAL for row in theirs.values()):
-        getattr(instance, name)(*[torch.zeros(2, 4)] * len(theirs), "further")
-        assert len(called) == len(foreign) + 1
-
-
 FAMILIES = DENSE | SPARSE | ENCODERS
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -167,7 +91,7 @@ def test_a_replaced_attention_is_called(monkeypatch: Context, name: str) -> None
         functional, _SDPA, lambda *args, **kwargs: seen.append(0) or known(*args, **kwargs)
     )
     with counted() as calls:
-        family.loss(model) if hasattr(family, "loss") else model(IDS, labels=IDS)
+        family.loss(model)
     assert len(seen) == family.ops["attention"] and "attention" not in calls
     notes = [module.reason for module in describe(model).modules]
     reason = f"steps aside now: F.{_SDPA} was replaced by"
@@ -200,67 +124,52 @@ class Place(NamedTuple):
     entry: str | None  # of the report, with the reason; or None where the others stay fused
 
 
+def attribute(owner: Any, name: str, value: Any) -> Callable[[Context], object]:
+    return lambda context: context.setattr(owner, name, value)
+
+
+def item(table: Any, key: str, value: Any) -> Callable[[Context], object]:
+    return lambda context: context.setitem(table, key, value)
+
+
 def attends(key: str, change: Callable[[Context], object]) -> Place:
     entry = "model.layers.0.self_attn"
     return Place("Llama", {"attn_implementation": key}, change, "attention", entry)
 
 
 def turns(name: str) -> Place:
-    def change(context: Context) -> None:
-        modeling = sys.modules[type(FAMILIES[name].model()).__module__]
-        context.setattr(modeling, "apply_rotary_pos_emb", _unturned)
-
+    modeling = sys.modules[type(FAMILIES[name].model()).__module__]
+    change = attribute(modeling, "apply_rotary_pos_emb", _unturned)
     return Place(name, {}, change, "rotary_embedding", None)
 
 
-def computes_loss(family: str, entry: str | None, change: Callable[[Context], object]) -> Place:
-    return Place(family, {}, change, "cross_entropy", entry)
+def chooses(key: str) -> Place:
+    change = item(ALL_EXPERTS_FUNCTIONS._local_mapping, key, _no_experts)
+    options = {"experts_implementation": key}
+    return Place("Mixtral", options, change, "moe_mlp", "model.layers.0.mlp.experts")
 
 
+def computes_loss(change: Callable[[Context], object]) -> Place:
+    return Place("Llama", {}, change, "cross_entropy", "loss_function")
+
+
+_TORCHS_LOSS = attribute(functional, "cross_entropy", _one)
 PLACES = {
     "attention of all models": attends(
-        "sdpa",
-        lambda context: context.setitem(AttentionInterface._global_mapping, "sdpa", _no_attention),
+        "sdpa", item(AttentionInterface._global_mapping, "sdpa", _no_attention)
     ),
     "attention of the registry": attends(
-        "sdpa",
-        lambda context: context.setitem(
-            ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _no_attention
-        ),
+        "sdpa", item(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _no_attention)
     ),
     "eager attention": attends(
-        "eager",
-        lambda context: context.setattr(modeling_llama, "eager_attention_forward", _no_attention),
+        "eager", attribute(modeling_llama, "eager_attention_forward", _no_attention)
     ),
     **{f"rotary function of {name}": turns(name) for name in ("Llama", "Mixtral", "GPTNeoX")},
-    **{
-        f"experts, {key}": Place(
-            "Mixtral",
-            {"experts_implementation": key},
-            lambda context, key=key: context.setitem(
-                ALL_EXPERTS_FUNCTIONS._local_mapping, key, _no_experts
-            ),
-            "moe_mlp",
-            "model.layers.0.mlp.experts",
-        )
-        for key in ("eager", "grouped_mm", "batched_mm")
-    },
-    "loss of torch": computes_loss(
-        "Llama", "loss_function", lambda context: context.setattr(functional, "cross_entropy", _one)
-    ),
-    "loss of the file": computes_loss(
-        "Llama",
-        "loss_function",
-        lambda context: context.setattr(loss_utils, "fixed_cross_entropy", _one),
-    ),
-    "loss of the registry": computes_loss(
-        "Llama",
-        "loss_function",
-        lambda context: context.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", _one),
-    ),
-    "loss in a forward": computes_loss(
-        "BertForMaskedLM", "", lambda context: context.setattr(functional, "cross_entropy", _one)
-    ),
+    **{f"experts, {key}": chooses(key) for key in ("eager", "grouped_mm", "batched_mm")},
+    "loss of torch": computes_loss(_TORCHS_LOSS),
+    "loss of the file": computes_loss(attribute(loss_utils, "fixed_cross_entropy", _one)),
+    "loss of the registry": computes_loss(item(loss_utils.LOSS_MAPPING, "ForCausalLM", _one)),
+    "loss in a forward": Place("BertForMaskedLM", {}, _TORCHS_LOSS, "cross_entropy", ""),
 }
 
 
@@ -279,17 +188,18 @@ def test_a_replaced_function_of_transformers_is_called(
 ) -> None:
     place = PLACES[name]
     family = FAMILIES[place.family]
-    model, stock = family.pair(**place.options)
+    layers = 1 if compiled else 2
+    model, stock = family.pair(num_hidden_layers=layers, **place.options)
     inputs = {"input_ids": IDS} | ({} if compiled else {"labels": IDS})
     call = compiled_or_not(model, compiled)
     with counted() as calls:
         unchanged = call(**inputs)
-    assert calls[place.op] == family.ops[place.op]
+    assert calls[place.op] == (1 if place.op == "cross_entropy" else layers)
     place.change(monkeypatch)
     with counted() as calls:
         actual = call(**inputs)
     expected = stock(**inputs)
-    assert not calls[place.op] and (place.op == "attention" or calls["attention"] == 2)
+    assert not calls[place.op] and (place.op == "attention" or calls["attention"] == layers)
     assert_close(actual.logits, expected.logits)
     if compiled:
         assert not torch.allclose(actual.logits, unchanged.logits)
@@ -298,6 +208,8 @@ def test_a_replaced_function_of_transformers_is_called(
         assert not torch.allclose(actual.loss, unchanged.loss)
     if place.entry is not None:
         assert "was replaced by" in describe(model)[place.entry].reason
+        with pytest.raises(fusedops.UnsupportedError, match="was replaced by"):
+            fusedops.patch(model, strict=True)
     fusedops.unpatch(model)
     with counted() as calls:
         model(**inputs)
@@ -322,7 +234,8 @@ def default_device() -> Iterator[None]:
 @pytest.mark.ci
 @EAGER_AND_COMPILED
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
-    model, stock = (model.eval() for model in DENSE["Llama"].pair(attn_implementation="sdpa"))
+    options = {"attn_implementation": "sdpa", "num_hidden_layers": 1}
+    model, stock = (model.eval() for model in DENSE["Llama"].pair(**options))
     call = compiled_or_not(model, compiled)
     expected = torch.compile(stock, fullgraph=True, backend="eager") if compiled else stock
     with counted() as calls, _Doubles():
@@ -333,20 +246,7 @@ def test_a_function_mode_sees_the_function(compiled: bool) -> None:
     for context in (torch.device("cpu"), default_device()):
         with counted() as calls, context:
             call(IDS)
-        assert calls["attention"] == 2 and calls["rms_norm"] == 5
-
-
-def test_what_was_replaced_before_is_not_taken_for_the_original(monkeypatch: Context) -> None:
-    """The rule of a class whose forward another library has replaced refuses, by its name."""
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
-    attribute, *_ = original_code.watch_list(modeling_llama.LlamaMLP).attributes
-    assert attribute.known is None
-    reason = original_code.replaced(original_code.WatchList((attribute,)))
-    assert reason is not None and reason.startswith("LlamaMLP.forward was replaced by test_patch")
-    known = functional.scaled_dot_product_attention
-    monkeypatch.setattr(functional, _SDPA, lambda *args: args)
-    (attribute,) = original_code.functions(_SDPA).attributes
-    assert attribute.known is known
+        assert calls["attention"] == 1 and calls["rms_norm"] == 3
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fusedops"])
@@ -366,41 +266,6 @@ def test_an_exchange_of_heads_for_tokens_is_called(monkeypatch: Context, name: s
     assert_close(logits, stock(IDS).logits)
     reason = describe(model)["model.layers.1.self_attn"].reason
     assert f"the attention function {name!r} was replaced by" in reason
-
-
-def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> None:
-    """Checkpointing is such a wrapper from transformers 5.23 on; only the outermost one acts."""
-    acted = []
-
-    class Base(nn.Module):
-        __module__ = "transformers.modeling_layers"
-
-        def __init_subclass__(cls) -> None:
-            super().__init_subclass__()
-            inner = cls.forward
-
-            @functools.wraps(inner)
-            def outer(self: Any, x: int) -> int:
-                if type(self).forward is outer:
-                    acted.append(type(self))
-                return inner(self, x)
-
-            cls.forward = outer
-
-    class Layer(Base):
-        def forward(self, x: int) -> int:
-            return x
-
-    class Fused(nn.Module):
-        def forward(self, x: int) -> int:
-            return x + 1
-
-    rule = PatchRule(Layer, subclass(Layer, Fused), "O1", always("gelu"))
-    module = Layer()
-    assert module(1) == 1
-    module.__class__ = rule.patched
-    assert module(1) == 2
-    assert acted == [Layer, rule.patched]
 
 
 class Later(nn.Module):
@@ -462,18 +327,6 @@ def test_eager_attention_hands_what_only_the_original_knows_to_it(monkeypatch: C
     output = interface.attend_as_eager(module, heads, heads, heads, None, 0.5, cache="paged")
     assert output == ("eager", 0.5, 0.0, "paged")
     assert interface.attend_as_eager(module, heads, heads, heads, None, 0.5)[1] is None
-
-
-def test_functions_of_registries_know_every_keyword() -> None:
-    """Attention, experts and losses have the signatures of those that they stand for."""
-    theirs = inspect.signature(attention.sdpa_attention_forward).parameters
-    ours = inspect.signature(attention.attend).parameters
-    unknown = {name for name in theirs if name not in ours}
-    assert unknown - {"kwargs"} == set(attention._SDPA_ARGUMENTS)
-    theirs = inspect.signature(experts.moe.grouped_mm_experts_forward).parameters
-    assert list(theirs)[1:] == list(inspect.signature(experts.experts_forward).parameters)[1:-1]
-    for known in losses._LOSSES:
-        assert not attention._further_arguments(known.stock, known.fused)
 
 
 def test_activations_that_all_models_share_stay_stock() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import DENSE, IDS, SPARSE, Family, loss
 from patch_testing import assert_close, counted, patched_pair
 from torch import nn
 from torch.autograd import forward_ad
@@ -16,11 +17,6 @@ from torch.func import functionalize, grad, hessian, jacfwd, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedops
-from fusedops.integrations import describe
-
-pytest.importorskip("transformers")
-
-from causal_families import DENSE, IDS, SPARSE, Family, loss
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -188,38 +184,6 @@ def test_quantised_layers_are_called(family: Family) -> None:
     kept = [entry for entry in report.kept if "Attention" in entry.cls]
     assert all("quantised" in entry.reason for entry in kept)
     assert kept or "attention" in calls  # norms or sinks of its own tell device and dtype
-
-
-class _Packed(torch.Tensor):
-    """A weight as quantisation libraries make them: it knows the linear function and not much."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.new_zeros, torch.Tensor.t):
-            raise NotImplementedError(f"{func} of a packed weight")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func is torch.Tensor.detach else result
-
-
-@pytest.mark.parametrize("order", ["patched first", "packed first"])
-@each_family
-def test_packed_weights_are_asked_and_reported(family: Family, order: str) -> None:
-    stock = family.model().eval()
-    expected = loss(stock).detach()
-    if order == "patched first":
-        fusedops.patch(stock)
-    for module in stock.modules():
-        if isinstance(module, nn.Linear):
-            weight = nn.Parameter(module.weight.detach().as_subclass(_Packed), requires_grad=False)
-            module.weight = weight
-    report = fusedops.patch(stock) if order == "packed first" else describe(stock)
-    with counted() as calls:
-        result = loss(stock).detach()
-    assert not {"linear_act", "mlp", "linear_glu"} & calls.keys()
-    assert_close(result, expected)
-    linears = [entry for entry in report.kept if entry.cls == "Linear"]
-    assert linears and all("_Packed" in entry.reason for entry in linears)
 
 
 def test_quantisation_after_patch_warns() -> None:
