@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import assert_one_process, tiny
+from run_ranks import on_threads
 
 from fusedops.models import ParallelConfig, Transformer, preset
 from fusedops.models.parallelization.engine import TrainEngine
@@ -30,22 +31,15 @@ def _config(name: str, **changes: Any) -> Any:
     return tiny(preset(name), **({"num_layers": 4} | sizes | changes))
 
 
-def assert_stage(
-    rank: int, name: str, values: dict[str, Any], changes: dict[str, Any]
-) -> list[str]:
-    """Compare a step of this rank's part with one process; return the names of its parameters."""
-    return assert_one_process(rank, _config(name, **changes), values)
-
-
 def _assert_stages(name: str, values: dict[str, Any], **changes: Any) -> None:
     """Compare all ranks; their parts make the complete model."""
-    values = {"pp": 2, "microbatches": 4} | values
-    ranks = ParallelConfig(**values).sizes.ranks
-    parts = threads.run(assert_stage, ranks, name, values, changes)
-    parameters = dict(Transformer(_config(name, **changes)).named_parameters())
+    values, config = {"pp": 2, "microbatches": 4} | values, _config(name, **changes)
+    parts = threads.run(assert_one_process, ParallelConfig(**values).sizes.ranks, config, values)
+    parameters = dict(Transformer(config).named_parameters())
     assert {name for part in parts for name in part} == parameters.keys()
 
 
+ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{schedule: ("tiny-gpt2", {"pipeline_schedule": schedule}) for schedule in SCHEDULES},
     # Losses of routers count once on each stage.
@@ -53,20 +47,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "routers-zbv": ("tiny-mixtral", {"pipeline_schedule": "zbv"}),
     "cuts": ("tiny-llama", {"microbatches": 2, "pipeline_cuts": (3,)}),
     "dp-zero1": ("tiny-llama", {"dp": 2, "zero": 1, "microbatches": 2}),
-    "dp-split-backward": (
-        "tiny-gpt2",
-        {"dp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"},
-    ),
+    "dp-split-backward": ("tiny-gpt2", {"dp": 2, "microbatches": 2} | ZERO_BUBBLE),
     "tp-sp": ("tiny-gpt2", {"tp": 2, "sp": True, "microbatches": 2}),
-    "recompute-split-backward": (
-        "tiny-llama",
-        {"pipeline_schedule": "zbv", "recompute": "full"},
-    ),
+    "recompute-split-backward": ("tiny-llama", {"pipeline_schedule": "zbv", "recompute": "full"}),
     "zero1-split-backward": ("tiny-gpt2", {"dp": 2, "zero": 1, "pipeline_schedule": "zbv"}),
-    "zero3-split-backward": (
-        "tiny-mixtral",
-        {"dp": 2, "zero": 3, "pipeline_schedule": "zero_bubble"},
-    ),
+    "zero3-split-backward": ("tiny-mixtral", {"dp": 2, "zero": 3} | ZERO_BUBBLE),
 }
 
 
@@ -80,11 +65,12 @@ def test_stages_compute_what_one_process_does(case: str) -> None:
     "frozen", [("embedding.*",), ("embedding.*", "layers.[01].*"), ("layers.[23].*", "norm.*")]
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
-def test_frozen_parameters_do_not_stop_the_others(schedule: str, frozen: tuple[str, ...]) -> None:
+@on_threads(2)
+def test_frozen_parameters_do_not_stop_the_others(
+    rank: int, schedule: str, frozen: tuple[str, ...]
+) -> None:
     values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule}
-    threads.run(
-        lambda rank: assert_one_process(rank, _config("tiny-gpt2"), values, frozen=frozen), 2
-    )
+    assert_one_process(rank, _config("tiny-gpt2"), values, frozen=frozen)
 
 
 def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameters(
@@ -104,15 +90,9 @@ def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameter
     assert devices == ["meta"] == [TrainEngine(model).norm().device.type]
 
 
-def _query_layer(rank: int) -> None:
-    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "layers"}
-    assert_stage(
-        rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False}
-    )
-
-
 def test_the_query_layer_stays_with_its_norm_on_the_last_stage() -> None:
-    threads.run(_query_layer, 2)
+    values = {"microbatches": 2, "pipeline_balance": "layers"}
+    _assert_stages("tiny-gpt2", values, query_layer=True, position_tables=2, tied=False)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

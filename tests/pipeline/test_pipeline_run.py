@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from run_ranks import on_threads
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -22,7 +24,6 @@ from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel import timeline
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
-from fusedops.train import train
 
 LAYERS, WORDS, SEED = 4, 64, 3
 
@@ -84,11 +85,8 @@ def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
     assert line.alive() == timeline(order).alive()
     if schedule in ("gpipe", "1f1b"):
         assert line.alive() == ([microbatches] * 2 if schedule == "gpipe" else [2, 1])
-    model = _model("tiny-llama").to_empty(device="cpu")
-    initialize(model, SEED)
-    run = TrainEngine(model, ParallelConfig(microbatches=microbatches))
     with _Products() as products:
-        _step(run)
+        _step(_one_process("tiny-llama", microbatches))
     assert sum(each[1] for each in found) == products.total
 
 
@@ -128,8 +126,10 @@ def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
             assert kept == parts * single
 
 
-def _outputs_alive(rank: int, schedule: str) -> int:
-    """Return how many outputs of the first stage are there at most when it begins a forward."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_threads(2)
+def test_an_output_that_was_sent_does_not_wait_for_its_backward(rank: int, schedule: str) -> None:
+    """No output of the first stage is there when it begins a forward."""
     run = _spread("tiny-llama", pp=2, microbatches=6, pipeline_schedule=schedule)
     _step(run)
     assert run.pipeline is not None
@@ -150,15 +150,10 @@ def _outputs_alive(rank: int, schedule: str) -> int:
         driver, "step", lambda compute, *args: original(partial(observed, compute), *args)
     ):
         _step(run)
-    return most
+    assert most == 0 or rank == 1
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_an_output_that_was_sent_does_not_wait_for_its_backward(schedule: str) -> None:
-    assert threads.run(_outputs_alive, 2, schedule)[0] == 0
-
-
-def _goes_on(run: TrainEngine, folder: str) -> dict[str, torch.Tensor]:
+def _goes_on(folder: str, run: TrainEngine) -> dict[str, torch.Tensor]:
     """Take a step from the last checkpoint on and save; return the weights that are here."""
     # A small eps would take steps from the rounding of gradients that are 0 in exact arithmetic.
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
@@ -172,76 +167,52 @@ def _goes_on(run: TrainEngine, folder: str) -> dict[str, torch.Tensor]:
 
 
 def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]:
-    return _goes_on(_spread("tiny-gpt2", pp=2, microbatches=4, pipeline_schedule=schedule), folder)
+    return _goes_on(folder, _spread("tiny-gpt2", pp=2, microbatches=4, pipeline_schedule=schedule))
+
+
+def _one_process(name: str, microbatches: int) -> TrainEngine:
+    model = _model(name).to_empty(device="cpu")
+    initialize(model, SEED)
+    return TrainEngine(model, ParallelConfig(microbatches=microbatches))
 
 
 def _alone(folder: str) -> dict[str, torch.Tensor]:
-    model = _model("tiny-gpt2").to_empty(device="cpu")
-    initialize(model, SEED)
-    return _goes_on(TrainEngine(model, ParallelConfig(microbatches=4)), folder)
+    return _goes_on(folder, _one_process("tiny-gpt2", 4))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_checkpoint_of_stages_is_one_of_the_whole_model(
-    schedule: str, on_new_world: Any, tmp_path: Path
+    schedule: str, on_processes: Any, tmp_path: Path
 ) -> None:
     """A step in stages and one on one process, in either order, are two steps on one process."""
     whole, there, back = (str(tmp_path / each) for each in ("whole", "there", "back"))
     _alone(whole)
     expected = _alone(whole)
-    on_new_world(_in_stages, there, schedule)
+    on_processes(_in_stages, 2, there, schedule)
     torch.testing.assert_close(_alone(there), expected)
     _alone(back)
-    parts = on_new_world(_in_stages, back, schedule)
+    parts = on_processes(_in_stages, 2, back, schedule)
     assert parts[0].keys() | parts[1].keys() == expected.keys()
     for part in parts:
         torch.testing.assert_close(part, {name: expected[name] for name in part})
 
 
-def _train(rank: int, folder: str, pp: int) -> tuple[float | None, float | None]:
-    text = Path(folder) / "text.txt"
-    found = train(
-        {
-            "out": f"{folder}/run{pp}",
-            "steps": 3,
-            "batch": 4,
-            "device": "cpu",
-            "tune_host": False,
-            "model": {"preset": "tiny-gpt2"},
-            "data": {"train": [str(text)], "seq_len": 16},
-            "parallel": {"microbatches": 2},
-            "log": {"peak_tflops": 1.0},
-            "validation": {"sequences": 6},
-        },
-        [f"parallel.pp={pp}"],
-    )
-    return found.loss, found.validation_loss
+@on_threads(2)
+def test_words_of_both_ends_stay_equal_to_the_bit(rank: int) -> None:
+    run = _spread("tiny-gpt2", pp=2, microbatches=4)
+    optimizer = run.optimizer(lr=0.01)
+    for _ in range(2):
+        _step(run)
+        optimizer.step()
+        optimizer.zero_grad()
+    words = run.model.embedding.tokens.weight.detach()
+    both = [torch.empty_like(words) for _ in range(2)]
+    dist.all_gather(both, words)
+    assert torch.equal(*both)
 
 
-def test_training_in_stages_has_the_losses_of_one_process(
-    on_new_world: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(99)))
-    expected = _train(0, str(tmp_path), 1)
-    for found in on_new_world(_train, str(tmp_path), 2):
-        assert found == pytest.approx(expected)
-
-
-def test_words_of_both_ends_stay_equal_to_the_bit() -> None:
-    def ends(rank: int) -> torch.Tensor:
-        run = _spread("tiny-gpt2", pp=2, microbatches=4)
-        optimizer = run.optimizer(lr=0.01)
-        for _ in range(2):
-            _step(run)
-            optimizer.step()
-            optimizer.zero_grad()
-        return run.model.embedding.tokens.weight.detach()
-
-    one, other = threads.run(ends, 2)
-    assert torch.equal(one, other)
-
-
-def _refused(rank: int) -> None:
+@on_threads(2)
+def test_what_a_part_of_a_model_cannot_do_is_told(rank: int) -> None:
     run = _spread("tiny-llama", pp=2, microbatches=4)
     with pytest.raises(ValueError, match="shards must be microbatches = 4 of them.* got 1"):
         shard = run.shard_batch(torch.zeros(1, 4, dtype=torch.int64))
@@ -252,12 +223,10 @@ def _refused(rank: int) -> None:
         run.model(torch.zeros(1, 4, dtype=torch.int64))
 
 
-def test_what_a_part_of_a_model_cannot_do_is_told() -> None:
-    threads.run(_refused, 2)
-
-
-def _reductions(rank: int, schedule: str) -> tuple[int, int]:
-    """Return how many buckets began inside of a last backward, and how many there are."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@on_threads(4)
+def test_gradients_are_reduced_while_the_last_backward_runs(rank: int, schedule: str) -> None:
+    """Half of a backward passes hooks by: there the reductions begin when it has ended."""
     sizes = {"dp": 2, "pp": 2, "microbatches": 4, "bucket_bytes": 1}
     engine = _spread("tiny-gpt2", pipeline_schedule=schedule, **sizes)
     with collectives.recorded() as log:
@@ -269,12 +238,5 @@ def _reductions(rank: int, schedule: str) -> tuple[int, int]:
         elif event.phase == "start" and event.label.startswith("gradients"):
             starts += 1
             inside += running is not None
-    return inside, starts
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_gradients_are_reduced_while_the_last_backward_runs(schedule: str) -> None:
-    """Half of a backward passes hooks by: there the reductions begin when it has ended."""
-    for inside, starts in threads.run(_reductions, 4, schedule):
-        assert starts > 10
-        assert (inside > starts // 2) == (schedule == "1f1b")
+    assert starts > 10
+    assert (inside > starts // 2) == (schedule == "1f1b")

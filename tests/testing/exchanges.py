@@ -122,35 +122,6 @@ def models(rank: int) -> dict[str, Any]:
     return found
 
 
-def mismatched(rank: int) -> None:
-    given = torch.ones(2)
-    if rank == 0:
-        dist.all_gather([torch.ones(2), torch.ones(2)], given)
-    else:
-        dist.all_reduce(given)
-
-
-def other_operations(rank: int) -> None:
-    dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-
-
-def other_sizes(rank: int) -> None:
-    dist.all_reduce(torch.ones(2 + rank))
-
-
-def no_room(rank: int) -> None:
-    dist.all_to_all([torch.ones(1), torch.ones(1)], [torch.ones(2), torch.ones(2)])
-
-
-def one_too_many(rank: int) -> None:
-    if rank == 1:
-        dist.all_reduce(torch.ones(2))
-
-
-def both_send(rank: int) -> None:
-    dist.send(torch.ones(2), 1 - rank)
-
-
 def raises(rank: int) -> None:
     dist.barrier()
     if rank == 1:

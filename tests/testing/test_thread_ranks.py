@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import exchanges
 import pytest
 import torch
+from torch import distributed as dist
 
 from fusedops.checkpoint import Checkpointer
 from fusedops.testing import RankError, threads
@@ -18,35 +19,57 @@ from fusedops.testing.processes import Processes
 RANKS = 4
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Processes]:
-    with Processes(RANKS) as pool:
-        yield pool
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("function", [exchanges.everything, exchanges.models])
-def test_threads_get_what_processes_get(function: Callable[..., Any], pool: Processes) -> None:
-    theirs = pool.run(function, RANKS)
+def test_threads_get_what_processes_get(function: Callable[..., Any], on_processes: Any) -> None:
+    theirs = on_processes(function, RANKS)
     for seed in (0, 1):  # of the order of turns
         ours = threads.run(function, RANKS, seed=seed)
         torch.testing.assert_close(ours, theirs)
 
 
-WRONG = {
-    exchanges.mismatched: r"calls all_gather.*calls all_reduce \(sum\) of 2 elements",
-    exchanges.other_operations: r"\(sum\) of 2 elements.*\(max\)|\(max\) of 2 elements.*\(sum\)",
-    exchanges.other_sizes: "of 3 elements.*of 2 elements|of 2 elements.*of 3 elements",
-    exchanges.no_room: "has room for 1 elements of torch.float32, and gets 2",
-    exchanges.one_too_many: "every rank waits for another one(.|\n)*rank 0 has ended",
-    exchanges.both_send: "rank 0 waits for send of 2 elements of from rank 0 to rank 1",
-    exchanges.raises: "KeyError: 'the one that failed'",
+def mismatched(rank: int) -> None:
+    if rank == 0:
+        dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
+    else:
+        dist.all_reduce(torch.ones(2))
+
+
+MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+# What ranks do, and the error.
+WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
+    "other communications": (
+        mismatched,
+        r"calls all_gather.*calls all_reduce \(sum\) of 2 elements",
+    ),
+    "other operations": (
+        lambda rank: dist.all_reduce(torch.ones(2), MAX if rank else SUM),
+        r"\(sum\) of 2 elements.*\(max\)|\(max\) of 2 elements.*\(sum\)",
+    ),
+    "other sizes": (
+        lambda rank: dist.all_reduce(torch.ones(2 + rank)),
+        "of 3 elements.*of 2 elements|of 2 elements.*of 3 elements",
+    ),
+    "no room": (
+        lambda rank: dist.all_to_all([torch.ones(1)] * 2, [torch.ones(2)] * 2),
+        "has room for 1 elements of torch.float32, and gets 2",
+    ),
+    "one too many": (
+        lambda rank: dist.all_reduce(torch.ones(2)) if rank else None,
+        "every rank waits for another one(.|\n)*rank 0 has ended",
+    ),
+    "both send": (
+        lambda rank: dist.send(torch.ones(2), 1 - rank),
+        "rank 0 waits for send of 2 elements of from rank 0 to rank 1",
+    ),
+    "one raises": (exchanges.raises, "KeyError: 'the one that failed'"),
 }
 
 
-@pytest.mark.parametrize("function", WRONG, ids=lambda each: each.__name__)
-def test_what_would_hang_or_corrupt_is_an_error_at_once(function: Callable[..., Any]) -> None:
-    with pytest.raises(RankError, match=WRONG[function]):
+@pytest.mark.parametrize("what", WRONG)
+def test_what_would_hang_or_corrupt_is_an_error_at_once(what: str) -> None:
+    function, words = WRONG[what]
+    with pytest.raises(RankError, match=words):
         threads.run(function, 2)
     assert threads.run(exchanges.early, 2)[0][1].tolist() == [1.0, 1.0]  # the next run is well
 
@@ -78,10 +101,11 @@ def test_each_rank_draws_its_own_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_process_that_raises_is_told_and_others_take_its_place(pool: Processes) -> None:
-    with pytest.raises(RankError, match="the one that failed"):
-        pool.run(exchanges.raises, 2, patience=10.0)
-    assert [each.tolist() for _, each in pool.run(exchanges.early, 2)] == [[1.0, 1.0]] * 2
+def test_a_process_that_raises_is_told_and_others_take_its_place() -> None:
+    with Processes(2) as pool:
+        with pytest.raises(RankError, match="the one that failed"):
+            pool.run(exchanges.raises, 2, patience=10.0)
+        assert [each.tolist() for _, each in pool.run(exchanges.early, 2)] == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("block", [True, False])
