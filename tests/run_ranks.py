@@ -141,9 +141,10 @@ class World:
     def __init__(self, rank: int) -> None:
         from torch import distributed as dist
 
-        self.rank = rank
-        sizes = [size for size in (1, 2, 4, 8) if size <= dist.get_world_size()]
-        self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
+        size = dist.get_world_size()
+        smaller = [number for number in (2, 4) if number < size]
+        self.rank, self.groups = rank, {size: dist.group.WORLD}
+        self.groups |= {number: dist.new_group(list(range(number))) for number in smaller}
 
     def member(self, size: int) -> bool:
         """Whether this rank belongs to the group of that size."""

@@ -145,7 +145,10 @@ CALLS: dict[str, Call] = {
 
 
 def _steps_with(values: dict[str, Any], call: Call | None) -> list[Any]:
-    """Make two steps with a call in each; return norms and weights."""
+    """Make a step with a call after clipping, and one with a call before it.
+
+    Returns the norms and the weights.
+    """
     name = "tiny-mixtral" if "ep" in values else "tiny-llama"
     model = Transformer(_config(name), dtype=torch.float64, device="meta")
     run = parallelize(model, ParallelConfig(**values), seed=SEED)

@@ -158,6 +158,38 @@ def test_split_layers_on_processes_equal_the_plain_ones(on_processes: Callable[.
     on_processes(_layers, 2, torch.bfloat16)
 
 
+def _memory_of_reduction(rank: int, name: str) -> tuple[list[int], list[int]]:
+    """Return where the products of a row-parallel layer lie, and where its outputs do."""
+    make, split = LAYERS[name]
+    layer: Any = split(make(torch.float32), tp_mesh(), sequence=False)
+    owner = layer if name == "mlp" else layer.down_proj
+    products: list[int] = []
+    outputs: list[int] = []
+
+    def recorded(call: Callable[..., Any], places: list[int]) -> Callable[..., Any]:
+        def called(*args: Any) -> torch.Tensor:
+            result = call(*args)
+            places.append(result.data_ptr())
+            return result
+
+        return called
+
+    owner.reduce = recorded(owner.reduce, outputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(owner), "product", recorded(type(owner).product, products))
+        layer(torch.ones(B, S, H)).sum().backward()
+    return products, outputs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_row_parallel_layers_reduce_in_the_memory_of_the_product(
+    on_processes: Callable[..., Any], name: str
+) -> None:
+    for products, outputs in on_processes(_memory_of_reduction, 2, name):
+        assert products and products == outputs
+
+
 BLOCKS: dict[str, tuple[Any, Callable[..., Any], int, int]] = {
     "column": (lambda: LinearAct(H, F, activation="gelu"), ColumnLinear.of, H, F),
     "column_linear": (lambda: LinearAct(H, F, False, activation="identity"), ColumnLinear.of, H, F),
