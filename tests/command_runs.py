@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+ROOT = Path(__file__).parents[1]
 PATIENCE_SECONDS = 300.0
 CONFIG = """
 out = "{folder}/run"
@@ -36,6 +37,22 @@ def write_config(folder: Path, steps: int, more: str = "") -> Path:
     return path
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a command that uses this checkout."""
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+def install(folder: Path, name: str, module: str) -> str:
+    """Write a command that runs a module with this Python; return the ``PATH`` that has it."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    program = programs / name
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+    program.chmod(0o755)
+    return f"{programs}:{os.environ['PATH']}"
+
+
 def command(config: Path, *more: str) -> list[str]:
     """Return the command that trains on two processes of ``--processes``."""
     return [sys.executable, "-m", "fusedops", "train", str(config), "--processes", "2", *more]
@@ -44,8 +61,7 @@ def command(config: Path, *more: str) -> list[str]:
 def run_uninterrupted(config: Path, out: str) -> Path:
     """Train on two processes of ``--processes``, and return the run's folder."""
     run = config.parent / out
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command(config, "--set", f"out={run}"), check=True, env=environment)
+    subprocess.run(command(config, "--set", f"out={run}"), check=True, env=environment())
     return run
 
 

@@ -98,42 +98,44 @@ def _names_the_interpreter(path: Path) -> bool:
     return "mark.interpreter" in path.read_text()
 
 
-@pytest.fixture(scope="module")
-def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    from process_pool import Pool
-
-    pools = {ranks: Pool(tmp_path_factory.mktemp("ranks"), ranks) for ranks in (2, 8)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture
-def on_ranks(_pools: dict[int, Any]) -> Callable[..., list[Any]]:
-    """``on_ranks(function, *args)`` calls ``function(world, *args)`` on eight ranks."""
-    return _pools[8].run
-
-
-@pytest.fixture
-def on_two_ranks(_pools: dict[int, Any]) -> Callable[..., list[Any]]:
-    """``on_two_ranks(function, *args)`` calls ``function(world, *args)`` on two ranks."""
-    return _pools[2].run
-
-
 @pytest.fixture(scope="session")
-def _processes() -> Iterator[Any]:
-    from fusedops.testing.processes import Processes
+def _pool() -> Iterator[Any]:
+    from run_ranks import Pool
 
-    with Processes(2) as processes:
-        yield processes
+    with Pool() as pool:
+        yield pool
 
 
 @pytest.fixture
-def on_new_world(_processes: Any) -> Callable[..., list[Any]]:
-    """``on_new_world(function, *args)`` calls ``function(rank, *args)`` on a new world of two."""
+def on_processes(_pool: Any) -> Callable[..., list[Any]]:
+    """``on_processes(function, size, *args)`` calls ``function(rank, *args)`` on a new world."""
+    return _pool.run
+
+
+@pytest.fixture
+def on_ranks(_pool: Any) -> Callable[..., list[Any]]:
+    """``on_ranks(function, *args)`` calls ``function(world, *args)`` on eight ranks."""
+    return _on_worlds(_pool, 8)
+
+
+@pytest.fixture
+def on_two_ranks(_pool: Any) -> Callable[..., list[Any]]:
+    """``on_two_ranks(function, *args)`` calls ``function(world, *args)`` on two ranks."""
+    return _on_worlds(_pool, 2)
+
+
+def _on_worlds(pool: Any, size: int) -> Callable[..., list[Any]]:
+    from run_ranks import with_world
+
+    return functools.partial(pool.run, with_world, size)
+
+
+@pytest.fixture
+def on_new_world(_pool: Any) -> Callable[..., list[Any]]:
+    """``on_new_world(function, *args)`` calls ``function(rank, *args)`` on two ranks."""
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return _processes.run(function, 2, *args)
+        return _pool.run(function, 2, *args)
 
     return run
 

@@ -7,14 +7,12 @@ what does not depend on the device, and says nothing about NCCL.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from cluster_ranks import Cluster
 
 SIZES = (2, 4)
 GPUS = torch.cuda.device_count()
@@ -30,24 +28,39 @@ def pytest_report_header() -> str:
     return f"cluster: torch sees {GPUS} GPUs; tests of ranks run with {backend}"
 
 
-@pytest.fixture(scope="module")
-def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    from process_pool import Pool  # whose imports need packages that may not be installed
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on one kind of device, which run functions of tests."""
 
-    pools = {size: Pool(tmp_path_factory.mktemp("ranks"), size, DEVICE) for size in SIZES}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+    device: str
+    ranks: int
+    pool: Any
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(device, *args)`` on every rank; return the results by rank."""
+        from run_ranks import without_rank
+
+        return self.pool.run(without_rank, self.ranks, function, self.device, *args)
+
+    def layout(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return a layout of two ranks with as many replicas as there are ranks for."""
+        return values | {"dp": values.get("dp", 1) * self.ranks // 2}
+
+
+@pytest.fixture(scope="module")
+def _cluster_pool() -> Iterator[Any]:
+    from run_ranks import Pool  # whose imports need packages that may not be installed
+
+    with Pool(max(SIZES) if IS_REHEARSAL else min(GPUS, max(SIZES)), DEVICE) as pool:
+        yield pool
 
 
 @pytest.fixture(params=[pytest.param(size, marks=MARK, id=f"{DEVICE}-{size}") for size in SIZES])
-def cluster(request: pytest.FixtureRequest, _pools: dict[int, Any]) -> Cluster:
+def cluster(request: pytest.FixtureRequest, _cluster_pool: Any) -> Cluster:
     """Two ranks; and four, where there is a device for each."""
-    from cluster_ranks import Cluster
-
     if not IS_REHEARSAL and request.param > GPUS:
         pytest.skip(f"needs {request.param} GPUs, torch sees {GPUS}")
-    return Cluster(DEVICE, request.param, _pools[request.param])
+    return Cluster(DEVICE, request.param, _cluster_pool)
 
 
 @pytest.fixture(params=[pytest.param(DEVICE, marks=MARK)])

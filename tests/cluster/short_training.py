@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from one_process import SEED, full_tensor, tiny, token_batch
+from one_process import SEED, shards_of, tiny, update
 
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
@@ -45,32 +45,13 @@ def make_steps(
 ) -> Values:
     """Make steps; return every loss, gradient and norm, and the last weights, unsharded."""
     values: Values = {}
-    model: Any = engine.model
-    microbatches = engine.config.microbatches
-    for step in steps:
-        batch = [
-            None if tensor is None else tensor.roll(step, 0).to(device)
-            for tensor in token_batch(training.model.vocab_size, training.documents)
-        ]
-        shards = [
-            engine.shard_batch(
-                *(
-                    None if tensor is None else engine.rows(tensor.chunk(microbatches)[number])
-                    for tensor in batch
-                )
-            )
-            for number in range(microbatches)
-        ]
-        count = engine.count(torch.stack([shard.labels for shard in shards]))
+    for number in steps:
+        shards, count = shards_of(engine, training.documents, number, device)
         loss = engine.mean_loss(engine.step(shards, count), count)
-        values["loss", step, ""] = loss.cpu()
-        for name, parameter in model.named_parameters():
-            values["gradient", step, name] = full_tensor(parameter.grad).cpu()
-        values["norm", step, ""] = engine.clip(0.1).cpu()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
-            values["weight", step, name] = full_tensor(parameter).cpu()
+        step = update(engine, optimizer, loss)
+        values["loss", number, ""], values["norm", number, ""] = step.loss.cpu(), step.norm.cpu()
+        for kind, tensors in (("gradient", step.grads), ("weight", step.weights)):
+            values |= {(kind, number, name): each.cpu() for name, each in tensors.items()}
     return values
 
 

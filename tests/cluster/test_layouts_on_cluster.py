@@ -6,17 +6,9 @@ import functools
 from typing import Any
 
 import pytest
-from short_training import (
-    Training,
-    assert_parity,
-    build,
-    make_steps,
-    model_config,
-    reference,
-    train,
-)
+from short_training import Training, assert_parity, build, model_config, reference, train
 
-from fusedops.testing import cluster_step
+import fusedops
 from fusedops.testing.case_run import Reference
 
 pytestmark = pytest.mark.distributed
@@ -51,17 +43,22 @@ def test_ranks_train_as_one_process_does(cluster: Any, name: str) -> None:
     assert_parity(results, _reference(cluster.device, name), layout)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_tensors_of_a_step_are_on_the_device(device: str, name: str) -> None:
-    """With the GPUs of ``cluster_step``, which the CPU's rehearsal does not distinguish."""
-    if device == "cuda":
-        pytest.skip("the step runs on GPUs that are there")
-    training = TRAININGS[name]
+# Wide first weights, so that rounding does not decide which token is the most probable one.
+GENERATOR = model_config("tiny-llama", initializer_range=0.2)
+PROMPTS = [[5, 17, 3], [7], [100, 1, 1, 30, 8]]
+CALLS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "top_k": 8, "samples": 2})
 
-    def make() -> Any:
-        engine, optimizer = build("cuda", training)
-        return lambda: make_steps("cuda", engine, optimizer, training, [0])
 
-    step = cluster_step(make, 2)
-    assert step.misplaced == {} and step.unconnected == (), str(step)
-    assert any(rank.communications for rank in step.ranks)
+def _generate(device: str, layout: dict[str, Any]) -> list[list[list[int]]]:
+    engine, _ = build(device, Training(GENERATOR, layout))
+    return [
+        [result.tokens for result in fusedops.generate(engine, PROMPTS, tokens=8, **call)]
+        for call in CALLS
+    ]
+
+
+def test_ranks_generate_the_tokens_of_one_process(cluster: Any) -> None:
+    expected = _generate(cluster.device, {})
+    assert all(len(tokens) == 8 for call in expected for tokens in call)
+    for tokens in cluster.run(_generate, cluster.layout({"tp": 2})):
+        assert tokens == expected

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from process_pool import CONTEXT
+from run_ranks import CONTEXT
 from short_training import Training, build, make_steps, model_config
 from torch import distributed as dist
 

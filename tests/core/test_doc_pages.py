@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import start_process
+from run_ranks import start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import UnsupportedError
-from fusedops.generation import Decoder, stream
-from fusedops.models import TINY, Transformer, TransformerConfig
+from fusedops.generation import Decoder, NonFiniteLogitsError, stream
+from fusedops.models import (
+    TINY,
+    ParallelConfig,
+    Transformer,
+    TransformerConfig,
+    parallelize,
+    save_huggingface,
+)
+from fusedops.testing import threads
 
 PROMPTS = [[5, 17, 3, 99, 250], [7], [200, 1, 1, 30, 8, 8, 121, 64, 2]]
-DECODERS = sorted(name for name, each in TINY.items() if each.causal)
+WINDOW = {"tiny-llama-window": replace(TINY["tiny-llama"], sliding_window=6)}
+DECODERS = {name: each for name, each in sorted((TINY | WINDOW).items()) if each.causal}
 
 
 def made(config: TransformerConfig, **more: Any) -> Transformer:
@@ -37,26 +47,14 @@ def recomputed(model: Transformer, prompt: list[int], tokens: list[int]) -> list
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_are_those_of_a_recomputation(name: str) -> None:
     # Generating drops no token, whatever the capacity in training.
-    limited = made(TINY[name])
-    model = made(TINY[name], capacity_factor=None)
+    limited = made(DECODERS[name])
+    model = made(DECODERS[name], capacity_factor=None)
     model.load_state_dict(limited.state_dict())
     found = fusedops.generate(limited, PROMPTS, tokens=24)
     assert len({token for each in found for token in each.tokens}) > 2
     for prompt, each in zip(PROMPTS, found, strict=True):
         assert each.tokens == recomputed(model, prompt, each.tokens)
         assert each.reason == "length"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_tokens_without_a_cache_are_the_same(dtype: torch.dtype) -> None:
-    model = made(TINY["tiny-llama"], sliding_window=6).to(dtype)
-    found = fusedops.generate(model, PROMPTS, tokens=12)
-    if dtype == torch.float64:
-        for prompt, each in zip(PROMPTS, found, strict=True):
-            assert each.tokens == recomputed(model, prompt, each.tokens)
-    # Rounding decides between tokens that are almost alike; alone it rounds in the same way.
-    for prompt, each in zip(PROMPTS, found, strict=True):
-        assert fusedops.generate(model, prompt, tokens=12)[0].tokens == each.tokens
 
 
 def _logits(model: Transformer, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
@@ -67,9 +65,12 @@ def _logits(model: Transformer, prompts: list[list[int]], tokens: list[list[int]
     return torch.stack(found, 1)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_prompt_has_the_same_logits_alone_and_in_a_batch(name: str) -> None:
-    model = made(TINY[name])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in DECODERS), ("tiny-llama-window", torch.bfloat16)],
+)
+def test_a_prompt_has_the_same_logits_alone_and_in_a_batch(name: str, dtype: torch.dtype) -> None:
+    model = made(DECODERS[name]).to(dtype)
     following = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
     together = _logits(model, PROMPTS, following)
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, following, strict=True)):
@@ -197,65 +198,27 @@ DOMAINS: dict[str, Any] = {
     "top_k": 1,
     "domain_experts": (1, 3),
 }
-BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "an empty prompt": (lambda: go([[1], []]), ValueError, "prompt 1 must be at least one token"),
-    "no prompt": (lambda: go([]), ValueError, "prompts must be one at least"),
-    "a word that is none": (lambda: go([256]), ValueError, "from 0 to 255"),
-    "a set": (lambda: go({1}), TypeError, "prompts must be tokens: .* got set"),
-    "a number": (lambda: go(1), TypeError, "prompts must be tokens: .* got int"),
-    "a prompt of letters": (lambda: go(["a"]), TypeError, "prompt 0 must be"),
-    "fractions": (lambda: go(torch.ones(2)), TypeError, "prompt 0"),
-    "past the positions": (lambda: go([1] * 60, tokens=5), ValueError, "at most 4 tokens more"),
-    "a prompt past them": (lambda: go([1] * 64), ValueError, "the prompt alone is too long"),
-    "an encoder": (
-        lambda: fusedops.generate(Transformer(TINY["tiny-bert"]), [1]),
-        ValueError,
-        "model must be a decoder",
-    ),
-    "domains": (
-        lambda: fusedops.generate(Transformer(replace(TINY["tiny-pangu-moe"], **DOMAINS)), [1]),
-        UnsupportedError,
-        "model must have no domain_experts",
-    ),
-    "another module": (
-        lambda: fusedops.generate(torch.nn.Linear(2, 2), [1]),  # type: ignore[arg-type]
-        TypeError,
-        "model must be a fusedops.models.Transformer",
-    ),
-    "an option that is none": (lambda: go([1], token=2), TypeError, "token"),
-    "top_k and no draw": (lambda: go([1], top_k=2), ValueError, "unless temperature"),
-    "draws of beams": (lambda: go([1], beams=2, temperature=1.0), ValueError, "with beams"),
-    "more beams than words": (
-        lambda: go([1], beams=257),
-        ValueError,
-        "beams must be at most the 256 words, got 257",
-    ),
-    "too few seeds": (lambda: go([[1], [2]], seed=[1]), ValueError, "one number, or 2"),
-    "a stop that is no word": (lambda: go([1], stop=[256]), ValueError, "stop must be tokens"),
-    "a stop that is no list": (lambda: go([1], stop=5), TypeError, "stop must be tokens, such as"),
-    "a seed that is none": (
-        lambda: go([1], seed=None),
-        TypeError,
-        "seed must be an int, or one of",
-    ),
-    "no function": (lambda: go([1], until="."), TypeError, "until must be callable, got str"),
-    "a power past all numbers": (
-        lambda: go([1], beams=2, tokens=20, length_penalty=-1e6),
-        ValueError,
-        "length_penalty must be between -16 and 16",
-    ),
-    "too many samples": (
-        lambda: go([1], temperature=1.0, samples=2**40),
-        ValueError,
-        "samples must be at most 65536, got 1099511627776",
-    ),
-    "a penalty past all logits": (
-        lambda: go([1], repetition_penalty=1e-300),
-        ValueError,
-        "repetition_penalty must be between 1 / 65536 and 65536, got 1e-300",
-    ),
-    "a cold below zero": (lambda: go([1], temperature=-1.0), ValueError, "at least 0"),
-    "a stream of beams": (lambda: stream(gpt2(), [1], beams=2), ValueError, "at the end only"),
+Refusal = tuple[Any, dict[str, Any], type[Exception], str]
+# Prompts, what else is passed, and the error. Limits of options: test_generate_command.py.
+BAD: dict[str, Refusal] = {
+    "an empty prompt": ([[1], []], {}, ValueError, "prompt 1 must be at least one token"),
+    "no prompt": ([], {}, ValueError, "prompts must be one at least"),
+    "a word that is none": ([256], {}, ValueError, "from 0 to 255"),
+    "a set": ({1}, {}, TypeError, "prompts must be tokens: .* got set"),
+    "a number": (1, {}, TypeError, "prompts must be tokens: .* got int"),
+    "a prompt of letters": (["a"], {}, TypeError, "prompt 0 must be"),
+    "fractions": (torch.ones(2), {}, TypeError, "prompt 0"),
+    "past the positions": ([1] * 60, {"tokens": 5}, ValueError, "at most 4 tokens more"),
+    "a prompt past them": ([1] * 64, {}, ValueError, "the prompt alone is too long"),
+    "an encoder": ([1], {"model": "tiny-bert"}, ValueError, "model must be a decoder"),
+    "domains": ([1], {"model": "domains"}, UnsupportedError, "must have no domain_experts"),
+    "another module": ([1], {"model": None}, TypeError, "model must be a fusedops.models.Tr"),
+    "an option that is none": ([1], {"token": 2}, TypeError, "token"),
+    "too few seeds": ([[1], [2]], {"seed": [1]}, ValueError, "one number, or 2"),
+    "a stop that is no word": ([1], {"stop": [256]}, ValueError, "stop must be tokens"),
+    "a stop that is no list": ([1], {"stop": 5}, TypeError, "stop must be tokens, such as"),
+    "a seed that is none": ([1], {"seed": None}, TypeError, "seed must be an int, or one of"),
+    "no function": ([1], {"until": "."}, TypeError, "until must be callable, got str"),
 }
 
 
@@ -263,15 +226,24 @@ def gpt2() -> Transformer:
     return Transformer(TINY["tiny-gpt2"])
 
 
-def go(prompts: Any, **more: Any) -> Any:
-    return fusedops.generate(gpt2(), prompts, **{"tokens": 1, **more})
+def go(prompts: Any, model: str | None = "tiny-gpt2", **more: Any) -> Any:
+    config = TINY["tiny-pangu-moe"] if model == "domains" else TINY.get(model or "")
+    if config is None:
+        return fusedops.generate(torch.nn.Linear(2, 2), prompts)  # type: ignore[arg-type]
+    config = replace(config, **DOMAINS) if model == "domains" else config
+    return fusedops.generate(Transformer(config), prompts, **{"tokens": 1, **more})
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_wrong_arguments_are_refused(what: str) -> None:
-    call, kind, words = BAD[what]
+    prompts, more, kind, words = BAD[what]
     with pytest.raises(kind, match=words):
-        call()
+        go(prompts, **more)
+
+
+def test_beams_have_no_stream() -> None:
+    with pytest.raises(ValueError, match="at the end only"):
+        stream(gpt2(), [1], beams=2)
 
 
 def test_stops_that_can_be_gone_through_once_end_every_sequence() -> None:
@@ -291,48 +263,29 @@ def test_a_decoder_that_is_given_other_prompts_forgets_those_before() -> None:
         assert torch.equal(decoder.step(tokens), fresh.step(tokens))
 
 
+def new(most: int, name: str = "tiny-gpt2") -> Decoder:
+    return Decoder(Transformer(TINY[name]), most)
+
+
 def filled(most: int) -> Decoder:
-    decoder = Decoder(gpt2(), most)
+    decoder = new(most)
     decoder.prefill([torch.tensor([1, 2]), torch.tensor([3])])
     return decoder
 
 
+ONE, NONE, THREE = torch.tensor([1]), torch.tensor([]).long(), torch.arange(3)
 BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "an empty prompt": (
-        lambda: Decoder(gpt2(), 4).prefill([torch.tensor([1]), torch.tensor([]).long()]),
-        ValueError,
-        "prompt 1 must be of shape .tokens., one token at least, got .0.",
-    ),
-    "a list": (lambda: Decoder(gpt2(), 4).prefill([[1]]), TypeError, "prompt 0 must be a torch"),  # type: ignore[list-item]
-    "a long prompt": (
-        lambda: Decoder(gpt2(), 4).prefill([torch.arange(5)]),
-        ValueError,
-        "max_seq_len must be at least 5, the tokens of a row, got 4",
-    ),
-    "a step too many": (
-        lambda: filled(2).step(torch.arange(2)),
-        ValueError,
-        "max_seq_len must be at lea",
-    ),
-    "a token for no row": (
-        lambda: filled(4).step(torch.arange(3)),
-        ValueError,
-        "tokens must be one for each of 2 rows, got 3",
-    ),
-    "a step before prompts": (lambda: Decoder(gpt2(), 4).step(torch.arange(2)), ValueError, "of 0"),
+    "an empty prompt": (lambda: new(4).prefill([ONE, NONE]), ValueError, "prompt 1 .* got .0."),
+    "a list": (lambda: new(4).prefill([[1]]), TypeError, "prompt 0 must be a torch"),  # type: ignore[list-item]
+    "a long prompt": (lambda: new(2).prefill([THREE]), ValueError, "at least 3, .* row, got 2"),
+    "a step too many": (lambda: filled(2).step(THREE[:2]), ValueError, "max_seq_len must be at l"),
+    "a token for no row": (lambda: filled(4).step(THREE), ValueError, "each of 2 rows, got 3"),
+    "a step before prompts": (lambda: new(4).step(THREE), ValueError, "of 0"),
     "tokens in a list": (lambda: filled(4).step([1, 2]), TypeError, "tokens must be a torch.Ten"),  # type: ignore[arg-type]
-    "a row that is none": (
-        lambda: filled(4).select(torch.tensor([0, 2])),
-        ValueError,
-        "rows must be at least 0 and less than 2, the rows so far, got 2",
-    ),
-    "past the table": (
-        lambda: Decoder(gpt2(), 65),
-        ValueError,
-        "max_seq_len must be at most 64, the model's table of positions, got 65",
-    ),
-    "no room": (lambda: Decoder(gpt2(), 0), ValueError, "max_seq_len must be at least 1"),
-    "an encoder": (lambda: Decoder(Transformer(TINY["tiny-bert"]), 4), ValueError, "a decoder"),
+    "a row that is none": (lambda: filled(4).select(THREE[::2]), ValueError, "less than 2, .* 2"),
+    "past the table": (lambda: new(65), ValueError, "at most 64, the model's table .* got 65"),
+    "no room": (lambda: new(0), ValueError, "max_seq_len must be at least 1"),
+    "an encoder": (lambda: new(4, "tiny-bert"), ValueError, "a decoder"),
 }
 
 
@@ -345,3 +298,99 @@ def test_wrong_calls_of_a_decoder_are_refused(what: str) -> None:
 
 def test_room_that_just_suffices_is_enough() -> None:
     assert len(go([1] * 60, tokens=4)[0].tokens) == 4
+
+
+BROKEN = 123  # the word whose embedding is not finite: what follows it is not
+BROKEN_PROMPTS = [[5, 17, 3], [7, 8], [200, BROKEN, 30, 8]]
+CALLS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.2},
+    {"temperature": 0.8, "samples": 2},
+    {"temperature": 0.8, "top_k": 4},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"beams": 3},
+)
+
+
+def damage(model: Transformer, value: float) -> Transformer:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "embedding.tokens.weight":
+                parameter[BROKEN] = value
+    return model
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return Transformer(replace(TINY["tiny-llama"], initializer_range=0.1)).eval()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", CALLS, ids=lambda each: "-".join(each) or "greedy")
+def test_the_error_names_prompt_and_position(
+    options: dict[str, Any], value: float, model: Transformer
+) -> None:
+    damage(model, value)
+    with pytest.raises(NonFiniteLogitsError, match="for prompt 2 at position 4") as caught:
+        fusedops.generate(model, BROKEN_PROMPTS, tokens=5, **options)
+    assert (caught.value.prompt, caught.value.position) == (2, 4)
+
+
+def test_tokens_come_until_one_cannot_be_chosen(model: Transformer) -> None:
+    expected = fusedops.generate(model, BROKEN_PROMPTS[0], tokens=6)[0].tokens
+    # What follows a word that the model writes itself is not finite.
+    with torch.no_grad():
+        model.embedding.tokens.weight[expected[3]] = float("nan")
+    first = expected.index(expected[3])
+    tokens = []
+    with pytest.raises(NonFiniteLogitsError, match=f"at position {3 + first + 1} "):
+        for each in stream(model, BROKEN_PROMPTS[0], tokens=6):
+            tokens.append(each.token)
+    assert tokens == expected[: first + 1]
+    # A sequence that ends with that word goes on with no token.
+    found = fusedops.generate(model, [BROKEN_PROMPTS[0], [7]], tokens=6, stop=[expected[3]])
+    assert found[0].tokens == expected[: first + 1] and found[0].reason == "stop"
+    assert len(found[1].tokens) == 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        ({"tp": 2}, "prompt 0 at position 3"),
+        ({"pp": 2}, "prompt 0 at position 3"),
+        ({"dp": 2}, "prompt 2 at position 4"),
+        ({"cp": 2}, "prompt 2 at position 4"),
+    ],
+    ids=["tp", "pp", "dp", "cp"],
+)
+def test_all_ranks_raise_what_one_of_them_meets(layout: dict[str, int], where: str) -> None:
+    def on_rank(rank: int) -> list[str]:
+        whole = Transformer(replace(TINY["tiny-llama"], initializer_range=0.1), device="meta")
+        engine = parallelize(whole, ParallelConfig(**layout), seed=0)
+        if rank == 1:
+            parameter: Any = dict(whole.named_parameters())["head.weight"].detach()
+            getattr(parameter, "_local_tensor", parameter)[0] = float("nan")
+        messages = []
+        for options in CALLS:
+            with pytest.raises(NonFiniteLogitsError) as caught:
+                fusedops.generate(engine, BROKEN_PROMPTS, tokens=3, **options)
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = threads.run(on_rank, 2)
+    assert first == second and all(where in each for each in first), first
+
+
+def test_the_command_exits_with_1(model: Transformer, tmp_path: Path) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from fusedops.cli.main import app
+
+    save_huggingface(damage(model, float("nan")), tmp_path)
+    prompts = ["--prompt", "ab", "--prompt", f"a{chr(BROKEN)}c"]
+    for more in ([], ["--temperature", "1"], ["--beams", "2"]):
+        done = testing.CliRunner().invoke(
+            app, ["generate", str(tmp_path), "--tokenizer", "bytes", *prompts, *more]
+        )
+        *_, last = done.stderr.splitlines()
+        assert done.exit_code == 1 and not done.stdout, done.output
+        assert last.startswith("fusedops: error: ") and "for prompt 1 at position 3" in last

@@ -87,29 +87,6 @@ def chi_square_probability(observed: torch.Tensor, expected: torch.Tensor, freed
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2))
 
 
-def test_each_stream_is_uniform_and_streams_are_not_correlated() -> None:
-    streams = [(3, prompt, sample) for prompt in range(4) for sample in range(3)]
-    streams += [(4, 0, 0), (3 << 32, 0, 0)]
-    count, bins = 1 << 16, 64
-    draws = uniforms(torch.tensor(streams), torch.full((len(streams),), 7), count)
-    assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) == draws.numel()
-    even = torch.full((bins,), count / bins)
-    for stream, each in zip(streams, draws, strict=True):
-        observed = (each * bins).long().bincount(minlength=bins)
-        assert chi_square_probability(observed, even, bins - 1) > 1e-4, stream
-    # Over positions of one seed, and over seeds at one position: 5 standard deviations.
-    correlation = torch.corrcoef(draws) - torch.eye(len(streams))
-    assert correlation.abs().max() < 5 / count**0.5
-    pairs = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    seeds = range(4096)
-    many = [
-        uniforms(torch.tensor([(seed, *pair) for seed in seeds]), torch.full((4096,), 5), 1)
-        for pair in pairs
-    ]
-    correlation = torch.corrcoef(torch.cat(many, 1).T) - torch.eye(len(pairs))
-    assert correlation.abs().max() < 5 / len(seeds) ** 0.5
-
-
 def test_equal_prompts_of_a_batch_get_independent_texts(model: Transformer) -> None:
     words, seeds = 3, 300
     asked: dict[str, Any] = {"tokens": 1, "temperature": 1.0, "top_k": words, "samples": 2}

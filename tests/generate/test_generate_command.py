@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fusedops
 from fusedops.cli.main import app
 from fusedops.generation.text import Text, TextStream
-from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
+from fusedops.models import TINY, Transformer, load_huggingface, save_huggingface
 from fusedops.train import train
 
 PROMPT = "the quick"
@@ -23,26 +23,32 @@ def invoke(*args: str) -> Any:
     return CliRunner().invoke(app, ["generate", *args])
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> tuple[str, str]:
-    """Return a run, and its weights as those of Hugging Face."""
-    folder = tmp_path_factory.mktemp("generate")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+def run_and_export(
+    folder: Path, preset: str, seq_len: int, steps: int, data: dict[str, Any], lr: float = 1e-3
+) -> tuple[str, str]:
+    """Train; return the run, and its weights as those of Hugging Face."""
     train(
         {
             "out": str(folder / "run"),
             "export": str(folder / "export"),
-            "steps": 30,
+            "steps": steps,
             "batch": 8,
             "device": "cpu",
             "tune_host": False,
-            "model": {"preset": "tiny-gpt2", "seq_len": 64},
-            "data": {"train": [str(folder / "text.txt")], "seq_len": 32},
-            "optimizer": {"lr": 5e-3},
+            "model": {"preset": preset, "seq_len": seq_len},
+            "data": {"seq_len": seq_len // 2, **data},
+            "optimizer": {"lr": lr},
             "log": {"peak_tflops": 1.0},
         }
     )
     return str(folder / "run"), str(folder / "export")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return run_and_export(folder, "tiny-gpt2", 64, 30, {"train": [f"{folder}/text.txt"]}, 5e-3)
 
 
 @pytest.mark.ci
@@ -77,6 +83,7 @@ def test_strings_end_texts_and_samples_are_numbered(folders: tuple[str, str]) ->
     assert beams.stdout.startswith(PROMPT) and len(beams.stdout) == len(PROMPT) + 6 + 1
 
 
+MANY = ["--samples", str(2**40)]
 BAD = {
     "a folder that is no checkpoint": (["{folder}"], "is no checkpoint: neither a run"),
     "a folder that is not there": (["{folder}/nowhere"], "is no checkpoint"),
@@ -94,15 +101,9 @@ BAD = {
     "an empty folder name": ([""], "CHECKPOINT must be a text of one letter at least"),
     "bytes that are no text": (["{run}", "--prompt", "a\udcff"], "in UTF-8, got 'a\\udcff'"),
     "an empty stop": (["{run}", "--stop", ""], "--stop must be a text of one letter at least, got"),
-    "a stop of beams": (
-        ["{run}", "--beams", "2", "--stop", "a"],
-        "--stop does not work with --beams",
-    ),
+    "a stop of beams": (["{run}", "--beams", "2", "--stop", "a"], "--stop does not work with --b"),
     "more tokens than an int": (["{run}", "--tokens", str(2**70)], "tokens must be an int of 64 b"),
-    "samples without end": (
-        ["{run}", "--samples", str(2**40), "--temperature", "1"],
-        "samples must be at most 65536",
-    ),
+    "samples without end": (["{run}", *MANY, "--temperature", "1"], "samples must be at most 655"),
     "samples that are equal": (["{run}", "--samples", "2"], "samples must be 1 unless temperature"),
     "too many beams": (["{run}", "--beams", "400"], "beams must be at most the 320 words, got 400"),
     "no beams": (["{run}", "--beams", "0"], "beams must be at least 1"),
@@ -119,7 +120,7 @@ for option, values, words in (
     ("--top-k", ("-1", "5"), "top_k must be "),
     ("--top-p", ("0", "2", "nan", "0.5"), "top_p must be "),
     ("--repetition-penalty", ("0", "nan", "1e-300"), "repetition_penalty must be "),
-    ("--length-penalty", ("nan", "1e9"), "length_penalty must be "),
+    ("--length-penalty", ("nan", "1e9", "-1e6"), "length_penalty must be "),
 ):
     BAD |= {f"{option} {value}": (["{run}", option, value], words) for value in values}
 
@@ -166,31 +167,34 @@ def test_mistakes_are_a_line_and_exit_code_2(
     assert len(done.stderr.splitlines()) <= 2 and not done.stdout
 
 
-def test_a_vocabulary_of_pieces_is_read_with_the_checkpoint(tmp_path: Path) -> None:
+def of_pieces(
+    path: Path, pieces: list[str], unknown: str, splits: tuple[str, ...], joins: str | None = None
+) -> Path:
+    """Write a tokenizer of whole pieces; ``splits`` and ``joins`` name classes of tokenizers."""
     tokenizers = pytest.importorskip("tokenizers")
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unknown))
+    kind, *options = splits
+    made.pre_tokenizer = getattr(tokenizers.pre_tokenizers, kind)(*options)
+    if joins is not None:
+        made.decoder = getattr(tokenizers.decoders, joins)()
+    made.save(str(path))
+    return path
+
+
+def test_a_vocabulary_of_pieces_is_read_with_the_checkpoint(tmp_path: Path) -> None:
     pieces = ["<|endoftext|>", "hello", " world", "\u0120", "a"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, "a")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" world", "isolated")
-    made.decoder = tokenizers.decoders.Fuse()
-    made.save(str(tmp_path / "tokenizer.json"))
-    save_huggingface(Transformer(preset("tiny-llama")), tmp_path)
+    of_pieces(tmp_path / "tokenizer.json", pieces, "a", ("Split", " world", "isolated"), "Fuse")
+    save_huggingface(Transformer(TINY["tiny-llama"]), tmp_path)
     done = invoke(str(tmp_path), "--prompt", "hello world", "--tokens", "4")
     assert done.exit_code == 0 and done.stdout.startswith("hello world"), done.output
 
 
 def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     pieces = ["<unk>", *(f"\u2581{each}" for each in ("once", "upon", "a", "time"))]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, "<unk>")
-    )
     # As Llama's: a space is part of the piece after it, and a text's first one is dropped.
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    made.decoder = tokenizers.decoders.Metaspace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    text = Text.of(str(tmp_path / "tokenizer.json"))
+    path = of_pieces(tmp_path / "pieces.json", pieces, "<unk>", ("Metaspace",), "Metaspace")
+    text = Text.of(str(path))
     tokens = text.encode("once upon a time")
     words = TextStream(text, [" ti"], tokens[:2])
     assert [words.feed(token) for token in tokens[2:]] == [False, True]
@@ -198,7 +202,7 @@ def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
 
 
 def test_configurations_that_name_no_tokens_are_refused(tmp_path: Path) -> None:
-    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    save_huggingface(Transformer(TINY["tiny-gpt2"]), tmp_path)
     for text, words in (("{", "is not valid JSON"), ('{"eos_token_id": "a"}', "got 'a'")):
         (tmp_path / "generation_config.json").write_text(text)
         done = invoke(str(tmp_path), "--tokenizer", "bytes", "--prompt", PROMPT)
@@ -242,48 +246,21 @@ def test_an_export_is_loaded_by_transformers_and_has_its_tokenizer(
     )
 
 
-def of_pieces(path: Path) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<end>": 0, "one": 1, "two": 2, "?": 3}, "?")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(path))
-    return path
-
-
-def export_of(folder: Path, **data: Any) -> Path:
-    """Train a step; return the export."""
-    train(
-        {
-            "out": str(folder / "run"),
-            "export": str(folder / "export"),
-            "steps": 1,
-            "batch": 2,
-            "device": "cpu",
-            "tune_host": False,
-            "model": {"preset": "tiny-llama", "seq_len": 32},
-            "data": {"seq_len": 8, **data},
-            "log": {"peak_tflops": 1.0},
-        }
-    )
-    return folder / "export"
-
-
 @pytest.mark.parametrize("settings", [False, True])
 def test_the_tokenizer_of_a_run_is_copied_to_its_export(settings: bool, tmp_path: Path) -> None:
-    pieces = of_pieces(tmp_path / "tokenizer.json")
+    words = ["<end>", "one", "two", "?"]
+    pieces = of_pieces(tmp_path / "tokenizer.json", words, "?", ("Whitespace",))
     if settings:
         given = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "two"}'
         (tmp_path / "tokenizer_config.json").write_text(given)
     (tmp_path / "text.txt").write_text("one two two " * 40)
-    texts = {"train": [str(tmp_path / "text.txt")], "tokenizer": str(pieces)}
-    export = export_of(tmp_path, **texts, end_of_text="<end>")
-    assert (export / "tokenizer.json").read_bytes() == pieces.read_bytes()
+    data = {"train": [f"{tmp_path}/text.txt"], "tokenizer": str(pieces), "end_of_text": "<end>"}
+    run, export = run_and_export(tmp_path, "tiny-llama", 32, 1, data)
+    assert (Path(export) / "tokenizer.json").read_bytes() == pieces.read_bytes()
     asked = ["--prompt", "one two", "--tokens", "4"]
-    done = invoke(str(export), *asked)
+    done = invoke(export, *asked)
     assert done.exit_code == 0, done.output
-    assert done.stdout == invoke(str(tmp_path / "run"), *asked).stdout
+    assert done.stdout == invoke(run, *asked).stdout
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     assert tokenizer("one two").input_ids == [1, 2]
@@ -295,15 +272,16 @@ def test_of_a_corpus_of_tokens_alone_a_tokenizer_must_be_given(tmp_path: Path) -
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "tokens.bin").write_bytes(tokens.numpy().tobytes())
-    export = export_of(tmp_path, train=[str(folder)], token_dtype="int32")
+    data = {"train": [str(folder)], "token_dtype": "int32"}
+    run, export = run_and_export(tmp_path, "tiny-llama", 32, 1, data)
     shutil.rmtree(folder)  # a model is used where its corpus is not
-    for folder, words in (
-        (tmp_path / "run", "was trained on a file of tokens, which does not say what they mean"),
+    for checkpoint, words in (
+        (run, "was trained on a file of tokens, which does not say what they mean"),
         (export, "has no tokenizer.json: give --tokenizer"),
     ):
-        done = invoke(str(folder), "--prompt", PROMPT)
+        done = invoke(checkpoint, "--prompt", PROMPT)
         assert done.exit_code == 2 and words in done.stderr, done.output
-        done = invoke(str(folder), "--prompt", PROMPT, "--tokenizer", "bytes", "--tokens", "2")
+        done = invoke(checkpoint, "--prompt", PROMPT, "--tokenizer", "bytes", "--tokens", "2")
         assert done.exit_code == 0, done.output
 
 

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 import fusedops
-from fusedops.models import (
-    TINY,
-    ParallelConfig,
-    TrainEngine,
-    Transformer,
-    initialize,
-    parallelize,
-)
+from fusedops.models import TINY, ParallelConfig, TrainEngine, Transformer, initialize, parallelize
 from fusedops.parallel.comm import collectives
 from fusedops.testing import cluster_step, threads
 

@@ -1,15 +1,21 @@
-"""The place of a process in its job, from the variables of launchers, and their mistakes."""
+"""The place of a process in its job, which may train together, and how they connect."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from command_runs import free_port, write_config
+from torch import distributed as dist
 from typer.testing import CliRunner
 
 from fusedops._core import env
@@ -18,6 +24,8 @@ from fusedops.cli.main import app
 from fusedops.launch import job, processes
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import initialize_distributed
+from fusedops.launch.start_checks import Place, check, exchange
+from fusedops.parallel.comm import host_groups
 
 # As srun of Slurm 22.05 sets them for the third of four processes on two nodes.
 SLURM = {
@@ -197,7 +205,7 @@ def test_a_rank_0_that_cannot_be_reached_is_named(
 ) -> None:
     monkeypatch.setattr(processes, "_UNTOLD_SECONDS", 60.0)  # a busy machine takes longer than 5
     with pytest.raises(SystemExit) as caught:
-        _connect(monkeypatch, 1, address, 2)
+        _connect(monkeypatch, 1, address, 1)
     (line,) = capsys.readouterr().err.splitlines()
     named = f"{address}:{os.environ['MASTER_PORT']}: "
     assert line.startswith(f"fusedops: error: process 1 cannot reach rank 0 at {named}")
@@ -211,14 +219,14 @@ def test_a_process_that_waits_for_others_says_so(
 ) -> None:
     monkeypatch.setattr(processes, "_UNTOLD_SECONDS", 0.1)
     with pytest.raises(SystemExit):
-        _connect(monkeypatch, rank, "127.0.0.1", 3)
+        _connect(monkeypatch, rank, "127.0.0.1", 2)
     line, error = capsys.readouterr().err.splitlines()
     named = f"127.0.0.1:{os.environ['MASTER_PORT']}"
     assert line.startswith(f"fusedops: rank {rank} of 2 waits for {waits} at {named}, for")
     assert f"RANK={rank}, WORLD_SIZE=2, " in line
     assert line.endswith("to run on one process: unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT")
     if rank == 0:
-        assert f"not all of 2 processes came to {named} within 3 seconds" in error
+        assert f"not all of 2 processes came to {named} within 2 seconds" in error
 
 
 @pytest.mark.usefixtures("alone")
@@ -226,3 +234,92 @@ def test_one_process_needs_no_address() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1")
     with initialize_distributed("cpu") as ranks:
         assert (ranks.rank, ranks.size) == (0, 1)
+
+
+GPU_1 = Place("here", "GPU-1", 2, "")
+FITTING: dict[str, list[Place]] = {
+    "two GPUs of a host": [GPU_1, replace(GPU_1, gpu="GPU-2")],
+    "equal names of GPUs of two hosts": [GPU_1, replace(GPU_1, host="there")],
+    "the CPU": [replace(GPU_1, gpu="")] * 3,
+}
+REFUSED: dict[str, tuple[list[Place], str]] = {
+    "one GPU twice": (
+        [GPU_1, replace(GPU_1, gpu="GPU-2"), GPU_1],
+        "ranks 0, 2 have one GPU of here",
+    ),
+    "a host without a GPU": (
+        [GPU_1, replace(GPU_1, host="there", gpu="")],
+        r"torch sees no GPU in rank 1 \(there\), and the others have one",
+    ),
+    "unequal hosts": (
+        [GPU_1, replace(GPU_1, host="there", local_ranks=1)],
+        "as many processes, got 2 on here, 1 on there",
+    ),
+    "a problem of one": ([GPU_1, replace(GPU_1, gpu="", problem="it is broken")], "it is broken"),
+}
+
+
+def test_places_that_fit_are_accepted() -> None:
+    for places in FITTING.values():
+        check(places)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_places_that_do_not_fit_are_refused(case: str) -> None:
+    places, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        check(places)
+
+
+def test_places_are_exchanged_as_often_as_asked() -> None:
+    store, size = dist.HashStore(), 3
+    for attempt in ("first", "second"):
+        given = [replace(GPU_1, host=f"{attempt} {rank}") for rank in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            exchanged = pool.map(exchange, given, [store] * size, range(size), [size] * size)
+        assert list(exchanged) == [given] * size
+
+
+def test_a_process_that_sees_one_gpu_may_be_any_of_its_node() -> None:
+    assert not processes._device_problem("auto", "cuda", local=3, count=1)
+    assert not processes._device_problem("auto", "cuda", local=1, count=2)
+    problem = processes._device_problem("auto", "cuda", local=3, count=2)
+    assert "4 processes on a machine need as many GPUs there" in problem
+
+
+def test_nccl_connects_at_once_and_hosts_have_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    world, hosts = object(), object()
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: calls.append((kind, how)))
+    monkeypatch.setattr(
+        dist, "new_group", lambda backend, **_: hosts if backend == "gloo" else None
+    )
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    companions: dict[object, object] = {}
+    monkeypatch.setattr(host_groups, "_companions", companions)
+    device = torch.device("cuda", 1)
+    processes.connect(device, dist.HashStore(), 1, 4)
+    processes.connect(device, dist.HashStore(), 0, 1)
+    (kind, given), (alone, _) = calls
+    assert kind == "nccl" and given["device_id"] == device and companions == {world: hosts}
+    assert alone == "cpu:gloo,cuda:nccl"
+
+
+def test_the_only_gpu_that_is_seen_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(processes.env, "launched", lambda: (3, 4, 3))
+    monkeypatch.setattr(processes, "join_job", lambda: None)
+    monkeypatch.setattr(processes, "_store", dist.HashStore)
+    properties = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def stop(*args: Any, **options: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(processes, "exchange", stop)
+    with pytest.raises(InterruptedError), processes.initialize_distributed("auto"):
+        pass
+    assert taken == [torch.device("cuda", 0)]

@@ -7,7 +7,6 @@ both packages.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 from command_runs import (
     assert_same_end,
     ended,
+    environment,
     free_port,
     run_uninterrupted,
     wait_for_steps,
@@ -99,18 +99,18 @@ def test_the_address_is_the_name_of_the_first_pod(jobset: dict[str, Any]) -> Non
 def start_pod(jobset: dict[str, Any], index: int, config: Path, port: int) -> Any:
     """Start the command of a pod, with the address and the paths of this machine."""
     pod = container(jobset)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = environment()
     for entry in pod["env"]:
         field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
         assert field in (None, RANK_FIELD)
-        environment[entry["name"]] = str(index) if field else entry["value"]
-    environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+        variables[entry["name"]] = str(index) if field else entry["value"]
+    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
     program, *words = [*pod["command"], *pod["args"]]
     assert program == "fusedops"
     replaced = {"/config/train.toml": str(config), "8": "1"}
     words = [replaced.get(word, word) for word in words]
     given = [sys.executable, "-m", "fusedops", *words]
-    return subprocess.Popen(given, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True)
 
 
 def start_pods(jobset: dict[str, Any], config: Path) -> list[Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_runs import assert_same_end, num_steps, run_uninterrupted, write_config
+from command_runs import assert_same_end, environment, num_steps, run_uninterrupted, write_config
 
 pytest.importorskip("ray", reason="ray is not installed: make test-launchers")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -21,22 +20,18 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "launchers" / "ray_train.py"
 PATIENCE_SECONDS = 500.0
 STEPS = 300
+ENVIRONMENT = environment(RAY_USAGE_STATS_ENABLED="0")
 
 
 def command(config: Path) -> list[str]:
     return [sys.executable, str(SCRIPT), str(config), "--workers", "2", "--cpu"]
 
 
-def environment() -> dict[str, str]:
-    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    return os.environ | {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}
-
-
 def test_a_run_of_which_a_worker_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = write_config(tmp_path, STEPS)
     log = tmp_path / "log"
     with log.open("w") as out:
-        driver = subprocess.Popen(command(config), env=environment(), stdout=out, stderr=out)
+        driver = subprocess.Popen(command(config), env=ENVIRONMENT, stdout=out, stderr=out)
     try:
         end = time.monotonic() + PATIENCE_SECONDS
         while num_steps(tmp_path / "run") < 15:
@@ -59,7 +54,7 @@ def test_a_mistake_ends_before_a_worker_starts(tmp_path: Path) -> None:
     config = write_config(tmp_path, 5)
     words = [*command(config), "--set", "optimizer.lrr=1"]
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        words, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 2 and not (tmp_path / "ray").exists()
     assert done.stderr.splitlines() == [done.stderr.strip()]

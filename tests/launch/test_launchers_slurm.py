@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
-from command_runs import assert_same_end, num_steps, run_uninterrupted, write_config
+from command_runs import (
+    assert_same_end,
+    environment,
+    install,
+    num_steps,
+    run_uninterrupted,
+    write_config,
+)
 
 from fusedops.launch.job import first_node
 
@@ -33,18 +38,9 @@ SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-no
 def slurm() -> Iterator[dict[str, str]]:
     """Run a cluster, and give the environment of its users."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # short, as a socket's path is
-        with slurm_cluster.cluster(Path(folder)) as environment:
-            programs = Path(folder) / "bin"
-            programs.mkdir()
-            command = programs / "fusedops"
-            command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fusedops "$@"\n')
-            command.chmod(0o755)
-            root = str(SCRIPT.parents[2])
-            yield environment | {
-                "PATH": f"{programs}:{os.environ['PATH']}",
-                "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}",
-                "OMP_NUM_THREADS": "1",
-            }
+        with slurm_cluster.cluster(Path(folder)) as cluster:
+            path = install(Path(folder), "fusedops", "fusedops")
+            yield environment(PATH=path, SLURM_CONF=cluster["SLURM_CONF"])
 
 
 def submit(slurm: dict[str, str], config: Path, *options: str) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,8 @@ import pytest
 from command_runs import (
     assert_same_end,
     ended,
+    environment,
+    install,
     num_steps,
     run_uninterrupted,
     wait_for_steps,
@@ -37,21 +37,14 @@ def start(
     machines: list[list[str]], config: Path, processes: tuple[int, int] = (1, 1)
 ) -> list[subprocess.Popen[str]]:
     """Start the example on both machines."""
-    programs = config.parent / "bin"
-    programs.mkdir(exist_ok=True)
-    command = programs / "torchrun"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    command.chmod(0o755)
-    shared = os.environ | {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": network_namespaces.LINK,
-        "FUSEDOPS_SHARED_MEMORY": "0",  # two machines have none
-        "NODES": "2",
-        "MASTER_ADDR": network_namespaces.ADDRESSES[0],
-        "RESTARTS": "1" if processes == (1, 1) else "0",  # a mistake is not mended by one
-    }
+    shared = environment(
+        PATH=install(config.parent, "torchrun", "torch.distributed.run"),
+        GLOO_SOCKET_IFNAME=network_namespaces.LINK,
+        FUSEDOPS_SHARED_MEMORY="0",  # two machines have none
+        NODES="2",
+        MASTER_ADDR=network_namespaces.ADDRESSES[0],
+        RESTARTS="1" if processes == (1, 1) else "0",  # a mistake is not mended by one
+    )
     return [
         subprocess.Popen(
             [*enter, str(SCRIPT), str(config)],

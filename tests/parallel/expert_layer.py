@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from comparing import assert_close
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fusedops
 from fusedops import RoutingPlan
@@ -71,16 +75,12 @@ CASES = {
     # All logits equal: every token takes the experts of the lowest indices.
     "ties": Case(_even, lambda t, e: (torch.arange(TOP_K).repeat(t, 1), None)),
     "same_expert_twice": Case(
-        _even, lambda t, e: (torch.arange(t)[:, None] % e // 2 + 0 * _k(), None)
+        _even, lambda t, e: ((torch.arange(t)[:, None] % e // 2).repeat(1, TOP_K), None)
     ),
     "capacity_one": Case(_uneven, _capacity_one),
     "all_dropped": Case(_uneven, lambda t, e: (torch.full((t, TOP_K), e), None)),
     "sentinels": Case(_uneven, _sentinels),
 }
-
-
-def _k() -> torch.Tensor:
-    return torch.arange(TOP_K)[None]
 
 
 @dataclass
@@ -98,17 +98,9 @@ class Problem:
 
     def to(self, dtype: torch.dtype) -> Problem:
         """Return it with fresh leaves in another dtype."""
-        wide = dtypes.statistics_dtype(dtype)
-        return Problem(
-            self.counts,
-            _leaf(self.input, dtype),
-            self.ids,
-            self.kept,
-            _leaf(self.probs, wide),
-            _leaf(self.w1, dtype),
-            _leaf(self.w2, dtype),
-            self.grad.to(dtype),
-        )
+        leaves = {name: _leaf(getattr(self, name), dtype) for name in ("input", "w1", "w2")}
+        probs = _leaf(self.probs, dtypes.statistics_dtype(dtype))
+        return replace(self, probs=probs, grad=self.grad.to(dtype), **leaves)
 
     def part(self, rank: int, ranks: int) -> Problem:
         """Return the tokens and the experts of one rank, with fresh leaves."""
@@ -116,16 +108,10 @@ class Problem:
         tokens = slice(first, first + self.counts[rank])
         per_rank = self.w1.shape[0] // ranks
         experts = slice(rank * per_rank, (rank + 1) * per_rank)
-        return Problem(
-            self.counts,
-            _leaf(self.input[tokens]),
-            self.ids[tokens],
-            None if self.kept is None else self.kept[tokens],
-            _leaf(self.probs[tokens]),
-            _leaf(self.w1[experts]),
-            _leaf(self.w2[experts]),
-            self.grad[tokens],
-        )
+        cuts = {"input": tokens, "probs": tokens, "w1": experts, "w2": experts}
+        leaves = {name: _leaf(getattr(self, name)[cut]) for name, cut in cuts.items()}
+        kept = None if self.kept is None else self.kept[tokens]
+        return replace(self, ids=self.ids[tokens], kept=kept, grad=self.grad[tokens], **leaves)
 
     def plan(self, num_experts: int = NUM_EXPERTS) -> RoutingPlan:
         """Return the routing of its tokens."""
@@ -162,6 +148,19 @@ def problem(name: str, ranks: int, dtype: torch.dtype) -> Problem:
         new(NUM_EXPERTS, HIDDEN, INNER) * 0.25,
         new(tokens, HIDDEN),
     ).to(dtype)
+
+
+def part_of(name: str, rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> Problem:
+    """Return what one rank has of a case."""
+    return problem(name, ranks, dtype).part(rank, ranks)
+
+
+def group_of(shape: tuple[int, ...]) -> Any:
+    """Return the world as a group, or as a mesh ``[nodes, ranks of a node]``."""
+    assert math.prod(shape) == dist.get_world_size()
+    if len(shape) == 1:
+        return dist.group.WORLD
+    return init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
 
 
 def experts(
@@ -211,16 +210,6 @@ def gradients(output: torch.Tensor, p: Problem) -> list[torch.Tensor]:
     return list(torch.autograd.grad(output, p.leaves, p.grad))
 
 
-def assert_within_budget(
-    got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, name: str, depth: int
-) -> None:
-    """Compare with float64 as the op tests do."""
-    budget = dtypes.error_budget(eager, truth, got.dtype, depth=depth)
-    excess = (got.double() - truth).abs() - budget
-    assert not (excess > 0).any(), f"{name}: over the budget by {excess.max():.3g}"
-    assert not got.isnan().any(), f"{name}: NaN"
-
-
 def layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
     """Run the sharded layer on a rank's part."""
 
@@ -230,38 +219,34 @@ def layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
     return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
 
 
-def assert_case(
-    name: str,
-    group: Any,
-    place: tuple[int, int],
+def assert_cases(
+    rank: int,
+    shape: tuple[int, ...],
     dtype: torch.dtype,
-    depth: int | None = None,
-    **options: Any,
+    options: dict[str, Any],
+    names: tuple[str, ...] = tuple(CASES),
 ) -> None:
-    """Assert that a rank, ``place`` of them, has the bits of one process for its tokens.
+    """Assert that a rank has the bits of one process for its tokens.
 
-    Gradients, and sums that a node rounds, lie within the error budget of ``depth``, by default the
-    number of all tokens.
+    Gradients, and sums that a node rounds, lie within the error budget.
     """
-    rank, ranks = place
-    whole, known = problem(name, ranks, dtype), expected(name, ranks, dtype)
-    mine = whole.part(rank, ranks)
-    output = layer(mine, group, **options)
-    first = sum(whole.counts[:rank])
-    tokens = slice(first, first + whole.counts[rank])
-    where, depth = f"{name} on {ranks}, {dtype}, {options}", depth or len(whole.input)
-    if options.get("reduce") == "node":
-        truth, alone = known.true_output[tokens], known.output[tokens]
-        assert_within_budget(output, truth, alone, where, depth)
-    else:
-        assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
-    per_rank = NUM_EXPERTS // ranks
-    shard = slice(rank * per_rank, (rank + 1) * per_rank)
-    parts = (tokens, tokens, shard, shard)
-    for i, (grad, part) in enumerate(zip(gradients(output, mine), parts, strict=True)):
-        truth, alone = known.true_gradients[i][part], known.gradients[i][part]
-        assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", depth)
-
-
-def expert_grads(experts: Any, output: torch.Tensor, grad: torch.Tensor) -> Any:
-    return torch.autograd.grad(output, list(experts.parameters()), grad)
+    group, ranks = group_of(shape), math.prod(shape)
+    for name in names:
+        whole, known = problem(name, ranks, dtype), expected(name, ranks, dtype)
+        mine = whole.part(rank, ranks)
+        output = layer(mine, group, **options)
+        first = sum(whole.counts[:rank])
+        tokens = slice(first, first + whole.counts[rank])
+        where = f"{name} on {shape}, {dtype}, {options}"
+        depth = len(whole.input) if len(shape) == 1 else 999
+        if options.get("reduce") == "node":
+            truth, alone = known.true_output[tokens], known.output[tokens]
+            assert_close(output, truth, alone, where, depth)
+        else:
+            assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
+        per_rank = NUM_EXPERTS // ranks
+        shard = slice(rank * per_rank, (rank + 1) * per_rank)
+        parts = (tokens, tokens, shard, shard)
+        for i, (grad, part) in enumerate(zip(gradients(output, mine), parts, strict=True)):
+            truth, alone = known.true_gradients[i][part], known.gradients[i][part]
+            assert_close(grad, truth, alone, f"{where}: gradient {i}", depth)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layer import CASES, HIDDEN, INNER, NUM_EXPERTS, TOP_K, problem
-from process_pool import World
+from expert_layer import CASES, HIDDEN, INNER, NUM_EXPERTS, TOP_K, group_of, part_of
 from torch import distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -22,7 +21,7 @@ from fusedops.parallel.expert.all_to_all import DispatchResults
 from fusedops.parallel.expert.operators import DispatchArguments
 
 pytestmark = pytest.mark.distributed
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 
 # Cases with the same number of tokens on every rank, in each a different number of rows.
 SAME_TOKENS = ("random", "one_expert", "ties", "same_expert_twice", "sentinels", "all_dropped")
@@ -30,15 +29,15 @@ TOKENS = 6
 # A group of ranks, or a mesh of nodes and the ranks of each.
 Shape = tuple[int, ...]
 # Every rank compiles for itself: two are enough where nothing depends on their number.
-over_both = pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+over_both = pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
 
 
 class _Block:
     """Norm, route, dispatch, experts, combine, residual."""
 
-    def __init__(self, world: World, shape: Shape, **options: Any) -> None:
-        torch.manual_seed(world.rank)
-        self.group, self.options = world.group(*shape), options
+    def __init__(self, rank: int, shape: Shape, **options: Any) -> None:
+        torch.manual_seed(rank)
+        self.group, self.options = group_of(shape), options
         self.router = MoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K).gate
         self.experts = MoE(HIDDEN, INNER, NUM_EXPERTS // math.prod(shape), 1).experts
         self.parameters = [*self.router.parameters(), *self.experts.parameters()]
@@ -80,10 +79,8 @@ def _compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, CompileCo
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
-def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
-    block = _Block(world, shape, **options)
-    if not world.member(math.prod(shape)):
-        return 1
+def _adversarial(rank: int, shape: Shape, options: dict[str, Any]) -> int:
+    block = _Block(rank, shape, **options)
     step, counter = _compiled(block.given)
     for name in SAME_TOKENS:
         ids, _ = CASES[name].choose(TOKENS, NUM_EXPERTS)
@@ -97,66 +94,24 @@ def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
     ("shape", "options"),
     [
         ((2,), {}),
-        ((2, 2), {}),
         ((2, 2), {"reduce": "node"}),
-        pytest.param((1,), {}, marks=pytest.mark.slow),
-        pytest.param((4,), {}, marks=pytest.mark.slow),
+        *(pytest.param(shape, {}, marks=pytest.mark.slow) for shape in ((1,), (4,), (2, 2))),
     ],
     ids=str,
 )
 def test_one_graph_for_every_routing_gives_the_bits_of_eager(
-    on_ranks: OnRanks, shape: Shape, options: dict[str, Any]
+    on_processes: OnProcesses, shape: Shape, options: dict[str, Any]
 ) -> None:
-    graphs = on_ranks(_adversarial, shape, options)
+    graphs = on_processes(_adversarial, math.prod(shape), shape, options)
     assert graphs == [1] * len(graphs)
 
 
-def _collectives(world: World) -> list[int]:
-    """Return the collectives of a forward and a backward pass, in a graph and without."""
-    block = _Block(world, (2, 2))
-    if not world.member(4):
-        return []
-    step, _ = _compiled(block.routed)
-    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    step(x)
-    counts = []
-    for function in (step, block.routed):
-        with collectives.recorded() as log:
-            output = function(x)
-        counts.append(log.counts()["all_to_all"])
-        with collectives.recorded() as log:
-            output.sum().backward()
-        counts.append(log.counts()["all_to_all"])
-    return counts
-
-
-def test_a_graph_over_nodes_has_the_collectives_of_eager(on_ranks: OnRanks) -> None:
-    """Of a dimension two to dispatch, one to combine."""
-    assert on_ranks(_collectives)[:4] == 4 * [2 * [6, 4]]
-
-
-def _some_compiled(world: World) -> None:
-    block = _Block(world, (2, 2))
-    if world.member(4):
-        step, _ = _compiled(block.routed)
-        x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-        _assert_same_bits(
-            block.routed, step if world.rank in (1, 2) else block.routed, (x,), block.parameters
-        )
-
-
-def test_a_compiled_rank_and_one_that_is_not_understand_each_other(on_ranks: OnRanks) -> None:
-    on_ranks(_some_compiled)
-
-
-def _routed(world: World, shape: Shape, tokens: list[list[int]], backend: str = "aot_eager") -> int:
+def _routed(rank: int, shape: Shape, tokens: list[list[int]], backend: str = "aot_eager") -> int:
     """Compare batches of so many tokens of each rank; return how many graphs were made."""
-    block = _Block(world, shape)
-    if not world.member(math.prod(shape)):
-        return 0
+    block = _Block(rank, shape)
     step, counter = _compiled(block.routed, backend)
     for counts in tokens:
-        x = torch.randn(counts[world.rank], HIDDEN, requires_grad=True)
+        x = torch.randn(counts[rank], HIDDEN, requires_grad=True)
         _assert_same_bits(block.routed, step, (x,), block.parameters)
     return counter.frame_count
 
@@ -168,27 +123,49 @@ def _routed(world: World, shape: Shape, tokens: list[list[int]], backend: str = 
         ((2, 1), [[6, 6], [7, 7], [4, 4]], 2),
         # Ranks without tokens compile too.
         ((2,), [[0, 5]] * 2, 1),
-        ((2, 2), [[5, 0, 1, 7]] * 2, 1),
         ((2, 1), [[0, 0]] * 2, 1),
     ],
     ids=str,
 )
 def test_any_number_of_tokens_is_compiled_once(
-    on_ranks: OnRanks, shape: Shape, tokens: list[list[int]], graphs: int
+    on_processes: OnProcesses, shape: Shape, tokens: list[list[int]], graphs: int
 ) -> None:
-    ranks = math.prod(shape)
-    assert on_ranks(_routed, shape, tokens)[:ranks] == [graphs] * ranks
+    assert on_processes(_routed, 2, shape, tokens) == [graphs] * 2
 
 
-def _ignoring(world: World, shape: Shape) -> None:
+def _over_nodes(rank: int) -> tuple[list[int], int]:
+    """Return the collectives of a forward and a backward pass, compiled and not, and the graphs."""
+    block, counts = _Block(rank, (2, 2)), []
+    step, counter = _compiled(block.routed)
+    x = torch.randn((5, 0, 1, 7)[rank], HIDDEN, requires_grad=True)
+    _assert_same_bits(block.routed, step, (x,), block.parameters)
+    _assert_same_bits(
+        block.routed, step if rank in (1, 2) else block.routed, (x,), block.parameters
+    )
+    for function in (step, block.routed):
+        with collectives.recorded() as log:
+            output = function(x)
+        counts.append(log.counts()["all_to_all"])
+        with collectives.recorded() as log:
+            output.sum().backward()
+        counts.append(log.counts()["all_to_all"])
+    return counts, counter.frame_count
+
+
+def test_a_graph_over_nodes_has_the_collectives_of_eager(on_processes: OnProcesses) -> None:
+    """Of a dimension two to dispatch, one to combine.
+
+    A compiled rank and one that is not understand each other.
+    """
+    assert on_processes(_over_nodes, 4) == [(2 * [6, 4], 1)] * 4
+
+
+def _ignoring(rank: int, shape: Shape) -> None:
     """Rows that some ranks' experts ignore, and a call in expert_parallel's form."""
-    group, ranks = world.group(*shape), math.prod(shape)
-    if not world.member(ranks):
-        return
-    mine = problem("uneven", ranks, torch.float32).part(world.rank, ranks)
+    group, mine = group_of(shape), part_of("uneven", rank, 2)
 
     def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return rows.new_ones(rows.shape) if world.rank % 2 else rows * 2
+        return rows.new_ones(rows.shape) if rank % 2 else rows * 2
 
     def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
@@ -200,15 +177,14 @@ def _ignoring(world: World, shape: Shape) -> None:
 
 
 @over_both
-def test_ranks_whose_experts_ignore_their_rows_take_part(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_ignoring, shape)
+def test_ranks_whose_experts_ignore_their_rows_take_part(
+    on_processes: OnProcesses, shape: Shape
+) -> None:
+    on_processes(_ignoring, 2, shape)
 
 
-def _float8(world: World, shape: Shape, options: dict[str, Any]) -> None:
-    group, ranks = world.group(*shape), math.prod(shape)
-    if not world.member(ranks):
-        return
-    mine = problem("uneven", ranks, torch.bfloat16).part(world.rank, ranks)
+def _float8(rank: int, shape: Shape, options: dict[str, Any]) -> None:
+    group, mine = group_of(shape), part_of("uneven", rank, math.prod(shape), torch.bfloat16)
 
     def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
@@ -219,22 +195,19 @@ def _float8(world: World, shape: Shape, options: dict[str, Any]) -> None:
     _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
-@over_both
-def test_float8_payload_in_a_graph(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_float8, shape, {})
-
-
-def test_float8_sums_of_nodes_weighted_there(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"), [((2,), {}), ((2, 1), {}), ((2, 2), {"reduce": "node"})], ids=str
+)
+def test_float8_payload_in_a_graph(
+    on_processes: OnProcesses, shape: Shape, options: dict[str, Any]
+) -> None:
     """The gradient of the probabilities runs through the node that weighs."""
-    on_ranks(_float8, (2, 2), {"reduce": "node"})
+    on_processes(_float8, math.prod(shape), shape, options)
 
 
-def _counted(world: World, shape: Shape) -> None:
+def _counted(rank: int, shape: Shape) -> None:
     """The handle leaves the graph; combine may stand in another one, or in none."""
-    group, ranks = world.group(*shape), math.prod(shape)
-    if not world.member(ranks):
-        return
-    mine = problem("sentinels", ranks, torch.float32).part(world.rank, ranks)
+    group, mine = group_of(shape), part_of("sentinels", rank, 2)
     plan = mine.plan()
     rows, _, eager = moe_dispatch(mine.input, plan, group)
     step, _ = _compiled(lambda x, plan: moe_dispatch(x, plan, group))
@@ -249,8 +222,10 @@ def _counted(world: World, shape: Shape) -> None:
 
 
 @over_both
-def test_the_handle_of_a_graph_has_the_counts_as_tensors(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_counted, shape)
+def test_the_handle_of_a_graph_has_the_counts_as_tensors(
+    on_processes: OnProcesses, shape: Shape
+) -> None:
+    on_processes(_counted, 2, shape)
 
 
 FAULTS = {
@@ -260,12 +235,10 @@ FAULTS = {
 }
 
 
-def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str]:
+def _wrong_in_a_graph(rank: int, shape: Shape, faults: list[str]) -> list[str]:
     """A graph runs; later something is wrong on the last rank, and all raise out of the graph."""
-    group, ranks = world.group(*shape), math.prod(shape)
-    if not world.member(ranks):
-        return []
-    mine = problem("uneven", ranks, torch.float32).part(world.rank, ranks)
+    group, ranks = group_of(shape), math.prod(shape)
+    mine = part_of("uneven", rank, ranks)
 
     def layer(input: torch.Tensor, plan: RoutingPlan, more: torch.Tensor) -> torch.Tensor:
         rows, _, handle = moe_dispatch(input, plan, group, validate=True)
@@ -278,7 +251,7 @@ def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str
     for fault in faults:
         step(mine.input, right, more)  # after a fault as well
         plan, longer = right, more
-        if world.rank < ranks - 1:
+        if rank < ranks - 1:
             pass
         elif fault == "plan":
             plan = RoutingPlan(**{**vars(plan), "permutation": plan.permutation + 1})
@@ -291,7 +264,7 @@ def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str
             told.append("no error")
         except ValueError as error:
             told.append(str(error))
-        dist.barrier(world.groups[ranks])
+        dist.barrier()
     assert counter.frame_count == 1
     return told
 
@@ -302,41 +275,36 @@ def _wrong_in_a_graph(world: World, shape: Shape, faults: list[str]) -> list[str
     ids=str,
 )
 def test_what_is_wrong_on_one_rank_raises_out_of_every_graph(
-    on_ranks: OnRanks, shape: Shape, faults: list[str]
+    on_processes: OnProcesses, shape: Shape, faults: list[str]
 ) -> None:
     ranks = math.prod(shape)
-    for rank, told in enumerate(on_ranks(_wrong_in_a_graph, shape, faults)[:ranks]):
+    for rank, told in enumerate(on_processes(_wrong_in_a_graph, ranks, shape, faults)):
         for fault, error in zip(faults, told, strict=True):
             reason = FAULTS[fault]
             wanted = reason if rank == ranks - 1 else f"{reason.split()[0]} (a )?rank"
             assert re.match(wanted, error) is not None, error
 
 
-def _refused_while_traced(world: World) -> None:
-    if not world.member(1):
-        return
-    mine = problem("uneven", 1, torch.float32)
+def _refused_while_traced(rank: int) -> None:
+    mine, group = part_of("uneven", 0, 1), group_of((1,))
     for misfit in (torch.Tensor.double, lambda rows: rows[:, 1:], lambda rows: rows.flatten()):
 
         def layer(input: torch.Tensor, plan: RoutingPlan, misfit: Any = misfit) -> torch.Tensor:
-            rows, _, handle = moe_dispatch(input, plan, world.group(1), validate=True)
+            rows, _, handle = moe_dispatch(input, plan, group, validate=True)
             return moe_combine(misfit(rows), handle)
 
         with pytest.raises(torch._dynamo.exc.Unsupported, match='"moe_combine", "output"'):
             _compiled(layer)[0](mine.input, mine.plan())
 
 
-def test_no_graph_is_made_of_results_that_do_not_fit(on_ranks: OnRanks) -> None:
-    on_ranks(_refused_while_traced)
+def test_no_graph_is_made_of_results_that_do_not_fit(on_processes: OnProcesses) -> None:
+    on_processes(_refused_while_traced, 1)
 
 
-def _operators(world: World) -> None:
+def _operators(rank: int) -> None:
     """Over a group, and at both levels of a mesh: on one rank, which is its own peer."""
-    mine = problem("random", 1, torch.float32).part(0, 1)
-    mesh = world.group(1, 1)
-    if not world.member(1):
-        return
-    flat = [world.groups[1].group_name]
+    mine, mesh = part_of("random", 0, 1), group_of((1, 1))
+    flat = [group_of((1,)).group_name]
     nodes = [mesh.get_group(axis).group_name for axis in range(2)]
     plan, ops = mine.plan(), torch.ops.fusedops
     slots = plan.permutation.numel()
@@ -372,13 +340,11 @@ def _operators(world: World) -> None:
                 assert torch.equal(ops.moe_combine_rows(*back), results.flip(0))
 
 
-def test_operators_are_what_they_say(on_ranks: OnRanks) -> None:
-    on_ranks(_operators)
+def test_operators_are_what_they_say(on_processes: OnProcesses) -> None:
+    on_processes(_operators, 1)
 
 
 @pytest.mark.slow
 @over_both
-def test_inductor_gives_the_bits_of_eager(on_ranks: OnRanks, shape: Shape) -> None:
-    ranks = math.prod(shape)
-    batches = [[TOKENS] * ranks] * 2
-    assert on_ranks(_routed, shape, batches, "inductor")[:ranks] == [1] * ranks
+def test_inductor_gives_the_bits_of_eager(on_processes: OnProcesses, shape: Shape) -> None:
+    assert on_processes(_routed, 2, shape, [[TOKENS] * 2] * 2, "inductor") == [1] * 2

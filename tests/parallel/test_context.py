@@ -21,7 +21,7 @@ from context_cases import (
     problem,
     shard,
 )
-from process_pool import World
+from run_ranks import on_threads
 from torch import distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,7 +29,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedops
 from fusedops import UnsupportedError, memory
 from fusedops._core import dtypes, philox
-from fusedops.models import Transformer, preset
 from fusedops.parallel import (
     context_core,
     ring_attention,
@@ -43,14 +42,8 @@ from fusedops.parallel.context.plan import ContextPattern
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 FUNCTIONS = {"ring": ring_attention, "all_to_all": ulysses_attention}
-
-
-def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
-    for case in CASES.values():
-        if case.length % dist.get_world_size() == 0:
-            assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, case, dtype)
 
 
 @pytest.mark.parametrize(
@@ -66,44 +59,43 @@ def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
     ],
     ids=lambda each: str(each).removeprefix("torch."),
 )
-def test_shards_equal_one_process(kind: str, ranks: int, dtype: torch.dtype) -> None:
-    threads.run(_all_cases, ranks, kind, dtype)
+@on_threads("ranks")
+def test_shards_equal_one_process(rank: int, kind: str, ranks: int, dtype: torch.dtype) -> None:
+    for case in CASES.values():
+        if case.length % ranks == 0:
+            assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, case, dtype)
 
 
-def _some_cases(world: World) -> None:
-    if world.member(4):
-        for name in ("causal", "window", "packed_rows"):
-            for function in FUNCTIONS.values():
-                assert_as_one_process(function, world.group(4), CASES[name], torch.float32)
+def _as_one_process(rank: int, names: tuple[str, ...], dtype: torch.dtype, *kinds: str) -> None:
+    for name in names:
+        for kind in kinds:
+            assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, CASES[name], dtype)
 
 
-def test_shards_on_processes_equal_one(on_ranks: OnRanks) -> None:
-    on_ranks(_some_cases)
-
-
-def _on_the_reference(rank: int) -> None:
-    for name in ("alibi_both_sides", "sinks_softcap", "packed_rows"):
-        assert_as_one_process(ring_attention, dist.group.WORLD, CASES[name], torch.float64)
+def test_shards_on_processes_equal_one(on_processes: OnProcesses) -> None:
+    names = ("causal", "window", "packed_rows")
+    on_processes(_as_one_process, 4, names, torch.float32, *FUNCTIONS)
 
 
 def test_ring_runs_on_the_reference() -> None:
     """It makes probabilities again from one block alone, which is not the whole row."""
+    names = ("alibi_both_sides", "sinks_softcap", "packed_rows")
     with fusedops.use_backend("torch"):
-        threads.run(_on_the_reference, 2)
-
-
-def _on_triton(rank: int) -> None:
-    for name, dtype in (("alibi", torch.float32), ("packed_rows", torch.bfloat16)):
-        assert_as_one_process(ring_attention, dist.group.WORLD, CASES[name], dtype)
+        threads.run(_as_one_process, 2, names, torch.float64, "ring")
 
 
 @pytest.mark.interpreter
-def test_ring_runs_on_triton() -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("alibi", torch.float32), ("packed_rows", torch.bfloat16)]
+)
+def test_ring_runs_on_triton(name: str, dtype: torch.dtype) -> None:
     with fusedops.use_backend("triton"):
-        threads.run(_on_triton, 2)
+        threads.run(_as_one_process, 2, (name,), dtype, "ring")
 
 
-def _large_scores(rank: int) -> None:
+@on_threads(2)
+def test_large_scores_keep_their_sums(rank: int) -> None:
+    """With the log-sum-exp in one number gradients would be off by as much as scores are large."""
     case, group = Case(options={"is_causal": True, "scale": 300.0}), dist.group.WORLD
     found = in_shards(ring_attention, group, case, torch.float32)
     alone, truth = on_one_process(case, torch.float32), on_one_process(case, torch.float64)
@@ -113,12 +105,8 @@ def _large_scores(rank: int) -> None:
         assert dtypes.rms(mine.double() - exact) <= budget
 
 
-def test_large_scores_keep_their_sums() -> None:
-    """With the log-sum-exp in one number gradients would be off by as much as scores are large."""
-    threads.run(_large_scores, 2)
-
-
-def _twice(rank: int) -> None:
+@on_threads(2)
+def test_second_derivatives_are_right_or_refused(rank: int) -> None:
     case, group = Case(options={"is_causal": True}, length=8), dist.group.WORLD
     inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
     query = inputs[0].requires_grad_()
@@ -139,31 +127,27 @@ def _twice(rank: int) -> None:
     assert bool(((found - expected).abs() <= budget).all())
 
 
-def test_second_derivatives_are_right_or_refused() -> None:
-    threads.run(_twice, 2)
-
-
-def _logged(world: World) -> tuple[Any, ...]:
+def _logged(rank: int) -> tuple[Any, ...]:
     """Return what a causal step on four ranks sent, and what ran beside what."""
-    if not world.member(4):
-        return ()
     case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
     with collectives.recorded() as log:
-        in_shards(ring_attention, world.group(4), case, torch.float32)
+        in_shards(ring_attention, dist.group.WORLD, case, torch.float32)
     ring = {
         word: sum(call.bytes for call in log.calls if call.label.startswith(word))
         for word in ("keys", "gradients")
     }
     with collectives.recorded() as other:
-        in_shards(ulysses_attention, world.group(4), case, torch.float32)
+        in_shards(ulysses_attention, dist.group.WORLD, case, torch.float32)
     return ring, log.overlapped(), other.bytes(), other.counts()
 
 
-def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks: OnRanks) -> None:
+def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(
+    on_processes: OnProcesses,
+) -> None:
     case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
     layout = case.layout(4)._replace(ends=(0, 32))
     token = case.batch * case.key_heads * (case.size + case.value_size) * 4
-    logged = on_ranks(_logged)[:4]
+    logged = on_processes(_logged, 4)
     for rank, (ring, beside, exchanged, counts) in enumerate(logged):
         others = [other for other in range(4) if other != rank]
         causal = ContextPattern(-1, 0)
@@ -182,58 +166,56 @@ def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks:
     assert sum(each[0]["keys"] for each in logged) == 2 * 4 * 3 * 8 * token * 3 // 4
 
 
-def _dropped(rank: int, kind: str) -> None:
-    dropout = {"dropout_p": 0.3, "seed": torch.tensor([2**50 + 3, 8])}
-    names = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
-    for case in (CASES[name] for name in names):
-        assert_as_one_process(
-            FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64
-        )
-    # Heads of a part of a larger batch, which has two sequences before these.
-    case = CASES["causal"]
-    square = case.length**2
-    place = torch.tensor((2 * 8 * square, 8 * square, square))
-    dropout["seed"] = torch.cat((dropout["seed"], place))
-    assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
-    # Without a seed all ranks take that of the first, however their generators were seeded.
-    torch.manual_seed(0)
-    first, results = philox.new_seed(torch.device("cpu")), []
-    for seed in (None, first):
-        torch.manual_seed(rank)
-        with_seed = _with(case, dropout_p=0.3, seed=seed)
-        results.append(in_shards(FUNCTIONS[kind], dist.group.WORLD, with_seed, torch.float64))
-    for drawn, given in zip(*results, strict=True):
-        assert torch.equal(drawn, given)
+def _dropped(rank: int, kind: str, *names: str) -> None:
+    """Compare with dropout; ``"placed"`` is a part of a larger batch, after two sequences."""
+    seed = torch.tensor([2**50 + 3, 8])
+    for name in names:
+        case, place = CASES["causal" if name == "placed" else name], seed
+        if name == "placed":
+            square = case.length**2
+            place = torch.cat((seed, torch.tensor((2 * 8 * square, 8 * square, square))))
+        with_seed = _with(case, dropout_p=0.3, seed=place)
+        assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, with_seed, torch.float64)
 
 
 def _with(case: Case, **more: Any) -> Case:
     return replace(case, options={**case.options, **more})
 
 
+DROPPED = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
+
+
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_shards_drop_what_one_process_does(kind: str) -> None:
-    threads.run(_dropped, 2, kind)
-
-
-def _dropped_in_a_ring(rank: int) -> None:
-    case = _with(CASES["grouped_heads"], dropout_p=0.3, seed=torch.tensor([2**50 + 3, 8]))
-    assert_as_one_process(FUNCTIONS["ring"], dist.group.WORLD, case, torch.float64)
+    threads.run(_dropped, 2, kind, *DROPPED, "placed")
 
 
 def test_a_ring_of_four_drops_what_one_process_does() -> None:
     """Of two ranks each receives the keys of the one that it sends its own to."""
-    threads.run(_dropped_in_a_ring, 4)
+    threads.run(_dropped, 4, "ring", "grouped_heads")
 
 
 def test_ring_drops_on_the_reference_too() -> None:
     with fusedops.use_backend("torch"):
-        threads.run(_dropped, 2, "ring")
+        threads.run(_dropped, 2, "ring", *DROPPED)
 
 
-def _compiled(world: World) -> None:
-    if not world.member(2):
-        return
-    case, group = CASES["causal"], world.group(2)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@on_threads(2)
+def test_without_a_seed_ranks_take_that_of_the_first(rank: int, kind: str) -> None:
+    """However their generators were seeded."""
+    torch.manual_seed(0)
+    first, results = philox.new_seed(torch.device("cpu")), []
+    for seed in (None, first):
+        torch.manual_seed(rank)
+        case = _with(CASES["causal"], dropout_p=0.3, seed=seed)
+        results.append(in_shards(FUNCTIONS[kind], dist.group.WORLD, case, torch.float64))
+    for drawn, given in zip(*results, strict=True):
+        assert torch.equal(drawn, given)
+
+
+def _compiled(rank: int) -> None:
+    case, group = CASES["causal"], dist.group.WORLD
     for function in FUNCTIONS.values():
 
         def doubled(*inputs: torch.Tensor, function: Any = function, **options: Any) -> Any:
@@ -248,8 +230,8 @@ def _compiled(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_both_compile_to_one_graph(on_ranks: OnRanks) -> None:
-    on_ranks(_compiled)
+def test_both_compile_to_one_graph(on_processes: OnProcesses) -> None:
+    on_processes(_compiled, 2)
 
 
 class _Layer(nn.Module):
@@ -261,29 +243,24 @@ class _Layer(nn.Module):
         return self.core(x * self.scale, x, x, is_causal=True)
 
 
-def _recomputed(rank: int) -> tuple[dict[str, int], list[torch.Tensor]]:
-    """Return the messages of keys under three policies, and the gradients."""
-    messages, grads = {}, []
-    rules = {
-        "kept": [],
-        "recomputed": [memory.recompute("0")],
-        "but attention": [memory.recompute("0"), memory.save(ops="ring_attention")],
-    }
-    for name, rule in rules.items():
+@on_threads(2)
+def test_a_policy_keeps_the_ring_out_of_the_second_forward(rank: int) -> None:
+    """By the messages of keys under three policies."""
+    grads = []
+    attention = memory.save(ops="ring_attention")
+    for rules, count in (
+        ([], 2),
+        ([memory.recompute("0")], 3),
+        ([memory.recompute("0"), attention], 2),
+    ):
         model = nn.Sequential(_Layer(dist.group.WORLD))
-        memory.apply(model, memory.Policy(*rule))
+        memory.apply(model, memory.Policy(*rules))
         x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(rank))
         with collectives.recorded() as log:
             model(x.requires_grad_()).square().sum().backward()
-        messages[name] = sum(call.label.startswith("keys") for call in log.calls)
+        assert sum(call.label.startswith("keys") for call in log.calls) == count
         grads.append(x.grad)
-    return messages, grads
-
-
-def test_a_policy_keeps_the_ring_out_of_the_second_forward() -> None:
-    for messages, grads in threads.run(_recomputed, 2):
-        assert messages == {"kept": 2, "recomputed": 3, "but attention": 2}
-        assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
 def _counted(rank: int) -> int:
@@ -308,7 +285,8 @@ def test_flops_are_this_rank_s_share() -> None:
     assert threads.run(_counted, 2) == [counter.get_total_flops() // 2] * 2
 
 
-def _cut_and_joined(rank: int) -> None:
+@on_threads(4)
+def test_shards_join_to_the_whole(rank: int) -> None:
     group = dist.group.WORLD
     tokens = torch.arange(2 * 24).view(2, 24)
     ends = torch.tensor([0, 7, 24, 24, 41, 48])
@@ -327,16 +305,14 @@ def _cut_and_joined(rank: int) -> None:
     assert torch.equal(whole[:, :, places], mine)
 
 
-def test_shards_join_to_the_whole() -> None:
-    threads.run(_cut_and_joined, 4)
-
-
 class _Documents:
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids_BS = ids
 
 
-def _core(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@on_threads(2)
+def test_core_finds_the_documents_of_shards(rank: int, kind: str) -> None:
     case, group = CASES["packed_rows"], dist.group.WORLD
     truth = on_one_process(case, torch.float64)[0]
     places = torch.arange(case.batch * case.length)
@@ -354,16 +330,13 @@ def _core(rank: int, kind: str) -> None:
     assert log.counts()["all_gather"] == 1, "documents are told once for all layers"
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_core_finds_the_documents_of_shards(kind: str) -> None:
-    threads.run(_core, 2, kind)
-
-
-def _refused(rank: int) -> None:
+@on_threads(2)
+def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
     group, ring = dist.group.WORLD, ring_attention
     q, three = torch.zeros(1, 4, 6, 8), torch.zeros(1, 3, 6, 8)
     few, whole = q[:, :2], (q, q, q, group)
     slopes, ends = torch.ones(1, 4), torch.tensor([0, 6])
+    packed = {"alibi_slopes": slopes, "cu_seqlens": [0, 5, 12]}
     wrong: list[tuple[type[Exception], str, Any, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, "group must be a torch.distributed.Pro", ring, (q, q, q, 3), {}),
         (ValueError, "query must be of 4 dims", ring, (q[0], q[0], q[0], group), {}),
@@ -372,79 +345,12 @@ def _refused(rank: int) -> None:
         (ValueError, "balance must be one of", ring, whole, {"balance": "even"}),
         (ValueError, "window", ring, whole, {"window": 3}),
         (ValueError, "cu_seqlens must be from 0 to 12", ring, whole, {"cu_seqlens": ends}),
-        (
-            UnsupportedError,
-            "alibi_slopes must be .4. with cu_seqlens",
-            ring,
-            whole,
-            {"alibi_slopes": slopes, "cu_seqlens": [0, 5, 12]},
-        ),
-        (
-            ValueError,
-            "query must be of a number of heads that 2 ranks divide, got 3",
-            ulysses_attention,
-            (three, three, three, group),
-            {},
-        ),
+        (UnsupportedError, "alibi_slopes must be .4. with cu_seqlens", ring, whole, packed),
+        (ValueError, "2 ranks divide, got 3", ulysses_attention, (*[three] * 3, group), {}),
         (ValueError, "kind must be one of", context_core, (group, "rings"), {}),
-        (
-            ValueError,
-            "length that 2 ranks divide, got 3",
-            shard_sequence,
-            (q[0, 0, :3], group, 0),
-            {},
-        ),
+        (ValueError, "2 ranks divide, got 3", shard_sequence, (q[0, 0, :3], group, 0), {}),
         (ValueError, "dim must be one of", shard_sequence, (q, group, 4), {}),
     ]
     for kind, words, function, args, options in wrong:
         with pytest.raises(kind, match=words):
             function(*args, **options)
-
-
-def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    threads.run(_refused, 2)
-
-
-def _model(name: str) -> Transformer:
-    """Return a tiny model in float64, without dropout."""
-    torch.manual_seed(4)
-    return Transformer(
-        replace(preset(name), dropout=0.0, attention_dropout=0.0), dtype=torch.float64
-    )
-
-
-def _loss(
-    model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor], attend: Any = None
-) -> torch.Tensor:
-    """Return the sum of the targets' losses of packed sequences, or of the part that is cut out."""
-    g = torch.Generator().manual_seed(2)
-    tokens = torch.randint(64, (2, 24), generator=g)
-    ids = torch.tensor([[0] * 5 + [1] * 19, [2] * 20 + [3] * 4])
-    places = torch.arange(24)
-    return model(
-        cut(tokens, 1),
-        cut(tokens.roll(-1, 1), 1),
-        positions=cut(places, 0),
-        document_ids=cut(ids, 1),
-        attend=attend,
-    ).total
-
-
-def _trained(rank: int, name: str, kind: str) -> list[torch.Tensor]:
-    group = dist.group.WORLD
-    model, attend = _model(name), context_core(group, kind)
-    loss = _loss(model, lambda whole, dim: shard_sequence(whole, group, dim), attend)
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    return [loss, *grads]
-
-
-@pytest.mark.parametrize("kind", FUNCTIONS)
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-alibi", "tiny-pangu"])
-def test_models_train_on_shards_as_on_one_process(name: str, kind: str) -> None:
-    model = _model(name)
-    loss = _loss(model, lambda whole, dim: whole)
-    expected = [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-    parts = threads.run(_trained, 2, name, kind)
-    for exact, *mine in zip(expected, *parts, strict=True):
-        budget = dtypes.error_budget(exact, exact, torch.float64, depth=48)
-        assert bool(((sum(mine) - exact).abs() <= budget).all())

@@ -15,8 +15,6 @@ from fusedops.parallel.context.layout import (
     SequenceLayout,
     layout_of,
     order,
-    order_back,
-    pieces,
     ranges,
 )
 from fusedops.parallel.context.plan import ContextPattern
@@ -82,25 +80,6 @@ def test_each_score_is_computed_once(name: str, placed: bool) -> None:
     wanted = _wanted(case, pattern)
     for ranks in RANKS:
         assert torch.equal(_covered(case.layout(ranks), pattern), wanted.long()), f"{ranks} ranks"
-
-
-@pytest.mark.parametrize("name", sorted(ALL))
-def test_each_token_is_on_one_rank(name: str) -> None:
-    case = ALL[name]
-    for ranks in RANKS:
-        layout = case.layout(ranks)
-        tokens = order(layout, torch.device("cpu"))
-        total = case.batch * case.length
-        assert torch.equal(tokens.sort().values, torch.arange(total))
-        assert torch.equal(tokens[order_back(layout, torch.device("cpu"))], torch.arange(total))
-        for rank in range(ranks):
-            mine = [at for each in ranges(layout, rank) for at in range(*each)]
-            assert mine == sorted(mine)
-            for row in range(case.batch):
-                here = [at for at in mine if at // case.length == row]
-                assert len(here) == layout.share
-            cut = [at for piece in pieces(layout, rank) for at in range(piece.start, piece.stop)]
-            assert cut == mine
 
 
 def test_zigzag_gives_all_ranks_the_same_work() -> None:

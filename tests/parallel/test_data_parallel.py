@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import full_tensor
-from process_pool import World
+from run_ranks import on_threads
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +19,9 @@ from fusedops.parallel.comm import collectives
 from fusedops.parallel.data.ddp import by_bytes, local_bytes
 from fusedops.parallel.data.fsdp import shard
 from fusedops.parallel.data.grad_sync import GradientSync
-from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 RANKS = 8
 MICROBATCHES = 2
 
@@ -74,28 +73,31 @@ def _train(
     return log
 
 
-def _replicas(world: World, limit: int, overlap: bool) -> dict[str, int]:
-    model = _model()
-    buckets = by_bytes(model.parameters(), limit)
-    data = GradientSync([BucketedAllReduce(buckets, world.group(RANKS), overlap=overlap)])
-    log = _train(model, data, world.rank)
-    _assert_same_gradients(model, _alone())
-    return log.counts() | {"bytes": log.bytes()}
+def _synced(
+    model: Any, stage: int, limit: int = 1, whole: bool = False, **options: Any
+) -> GradientSync:
+    """Let a model be of replicas (stage 0) or sharded, in two blocks or as a ``whole``."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not stage:
+        buckets = by_bytes(trained, limit)
+        return GradientSync([BucketedAllReduce(buckets, dist.group.WORLD, **options)])
+    blocks = [model] if whole else [[model[0], model[2]], model]
+    shard(blocks, init_device_mesh("cpu", (dist.get_world_size(),)), stage=stage, **options)
+    return GradientSync(sharded=[model], stage=stage)
 
 
 @pytest.mark.parametrize(("limit", "buckets"), [(1, 6), (1000, 3), (1 << 20, 1)])
-def test_replicas_sum_once_a_step_in_so_many_buckets(
-    on_ranks: OnRanks, limit: int, buckets: int
-) -> None:
+@on_threads(RANKS)
+def test_replicas_sum_once_a_step_in_so_many_buckets(rank: int, limit: int, buckets: int) -> None:
     """Gradients are those of one process, and each number of them travels once."""
-    numbers = sum(
-        parameter.numel() for parameter in _model().parameters() if parameter.requires_grad
-    )
-    parameters = sum(each.requires_grad for each in _model().parameters())
-    sent = 2 * 8 * (numbers + parameters) * (RANKS - 1) // RANKS
-    for counts in on_ranks(_replicas, limit, True):
-        assert counts["all_reduce"] == buckets
-        assert sent - buckets <= counts["bytes"] <= sent
+    model = _model()
+    log = _train(model, _synced(model, 0, limit), rank)
+    _assert_same_gradients(model, _alone())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trained)
+    sent = 2 * 8 * (numbers + len(trained)) * (RANKS - 1) // RANKS
+    assert log.counts()["all_reduce"] == buckets
+    assert sent - buckets <= log.bytes() <= sent
 
 
 def test_buckets_are_measured_in_the_bytes_that_are_reduced() -> None:
@@ -105,11 +107,13 @@ def test_buckets_are_measured_in_the_bytes_that_are_reduced() -> None:
         assert [len(bucket) for bucket in by_bytes(layers, 80)] == [2, 2]
 
 
-def _order(world: World, overlap: bool) -> bool:
-    """Return whether the last layer's sum began before the first layer's backward."""
+@pytest.mark.parametrize("overlap", [True, False])
+@on_threads(RANKS)
+def test_sums_run_beside_the_backward_if_asked(rank: int, overlap: bool) -> None:
+    """The last layer's sum begins before the first layer's backward."""
     model = _model()
-    BucketedAllReduce(by_bytes(model.parameters(), 1), world.group(RANKS), overlap=overlap)
-    hidden = model[0](_batches(world.rank)[0])
+    BucketedAllReduce(by_bytes(model.parameters(), 1), dist.group.WORLD, overlap=overlap)
+    hidden = model[0](_batches(rank)[0])
 
     def mark(grad: torch.Tensor) -> None:
         with collectives.computing("first layer"):
@@ -119,19 +123,14 @@ def _order(world: World, overlap: bool) -> bool:
     with collectives.recorded() as log:
         model[1:](hidden).sum().backward()
     labels = [event.label for event in log.events if event.phase == "start"]
-    return "gradients 1" in labels[: labels.index("first layer")]
+    assert ("gradients 1" in labels[: labels.index("first layer")]) == overlap
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_sums_run_beside_the_backward_if_asked(on_ranks: OnRanks, overlap: bool) -> None:
-    assert set(on_ranks(_order, overlap)) == {overlap}
-
-
-def _versions(world: World) -> list[int]:
+def _versions(rank: int) -> list[int]:
     """Return how often the sums of a backward were seen to write to each gradient."""
     model, arrived = nn.Linear(3, 2), {}
     parameters = list(model.parameters())
-    BucketedAllReduce([parameters], world.group(RANKS))
+    BucketedAllReduce([parameters], dist.group.WORLD)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(
             lambda p: arrived.__setitem__(p, (p.grad, p.grad._version))
@@ -141,42 +140,36 @@ def _versions(world: World) -> list[int]:
     return [parameter.grad._version - arrived[parameter][1] for parameter in parameters]
 
 
-def test_sums_count_as_writes_to_gradients(on_ranks: OnRanks) -> None:
+def test_sums_count_as_writes_to_gradients(on_processes: OnProcesses) -> None:
     """By that an optimizer that steps in the backward knows that its gradient was not the sum."""
-    assert all(min(versions) > 0 for versions in on_ranks(_versions))
+    assert all(min(versions) > 0 for versions in on_processes(_versions, 2))
 
 
-def _uneven(world: World) -> list[bool]:
+@on_threads(RANKS)
+def test_a_gradient_that_one_rank_has_all_have(rank: int) -> None:
     """Ranks use other layers: what one has a gradient of, all have; what none has, none."""
     layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-    BucketedAllReduce([[each.weight for each in layers]], world.group(RANKS))
-    used = layers[0] if world.rank < 3 else layers[1]
+    BucketedAllReduce([[each.weight for each in layers]], dist.group.WORLD)
+    used = layers[0] if rank < 3 else layers[1]
     for each in layers:
         nn.init.eye_(each.weight)
     used(torch.ones(1, 2)).sum().backward()
     for layer, ranks in zip(layers, (3, 5, 0), strict=True):
         grad = layer.weight.grad
         assert ranks == 0 if grad is None else torch.equal(grad, torch.full((2, 2), float(ranks)))
-    return [each.weight.grad is not None for each in layers]
+    assert [each.weight.grad is not None for each in layers] == [True, True, False]
 
 
-def test_a_gradient_that_one_rank_has_all_have(on_ranks: OnRanks) -> None:
-    assert all(answer == [True, True, False] for answer in on_ranks(_uneven))
-
-
-def _half(world: World) -> bool:
+@on_threads(RANKS)
+def test_half_precision_is_summed_in_float32(rank: int) -> None:
     """Gradients 1, 2^-9, ... of bfloat16: their sum in bfloat16 would lose all but the first."""
     weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    BucketedAllReduce([[weight]], world.group(RANKS))
-    factor = 1.0 if world.rank == 0 else 2.0**-9
+    BucketedAllReduce([[weight]], dist.group.WORLD)
+    factor = 1.0 if rank == 0 else 2.0**-9
     (weight * factor).sum().backward()
     expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16()
     assert expected != 1
-    return bool((weight.grad == expected).all())
-
-
-def test_half_precision_is_summed_in_float32(on_ranks: OnRanks) -> None:
-    assert all(on_ranks(_half))
+    assert bool((weight.grad == expected).all())
 
 
 class _Raises(torch.autograd.Function):
@@ -191,17 +184,20 @@ class _Raises(torch.autograd.Function):
         raise MemoryError
 
 
-def _interrupted(
+@pytest.mark.parametrize("failing", range(MICROBATCHES))
+@pytest.mark.parametrize("of_optimizer", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (0, {"overlap": False}), (0, {"ordered": True}), (1, {}), (2, {}), (3, {})],
+    ids=str,
+)
+@on_threads(RANKS)
+def test_a_step_after_a_backward_that_raised_is_that_of_one_process(
     rank: int, stage: int, options: dict[str, bool], failing: int, of_optimizer: bool
 ) -> None:
-    """Make a step one of whose backwards raises between two buckets, and then the step again."""
-    model, data = _model(), GradientSync(stage=stage)
-    if stage:
-        shard([[model[0], model[2]], model], init_device_mesh("cpu", (RANKS,)), stage=stage)
-        data.sharded = [model]
-    else:
-        buckets = by_bytes([p for p in model.parameters() if p.requires_grad], 1)
-        data.reducers = [BucketedAllReduce(buckets, dist.group.WORLD, **options)]
+    """A backward raises between two buckets; ``zero_grad`` discards incomplete gradients."""
+    model = _model()
+    data = _synced(model, stage, **options)
     batches, optimizer = _batches(rank), torch.optim.SGD(model.parameters())
     owner = optimizer if of_optimizer else model
     for i in range(failing):
@@ -217,61 +213,33 @@ def _interrupted(
     _assert_same_gradients(model, _alone())
 
 
-@pytest.mark.parametrize("failing", range(MICROBATCHES))
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [(0, {}), (0, {"overlap": False}), (0, {"ordered": True}), (1, {}), (2, {}), (3, {})],
-    ids=str,
-)
-def test_a_step_after_a_backward_that_raised_is_that_of_one_process(
-    stage: int, options: dict[str, bool], failing: int
-) -> None:
-    for of_optimizer in (False, True):  # whose zero_grad discards the incomplete gradients
-        threads.run(_interrupted, RANKS, stage, options, failing, of_optimizer)
-
-
-def _sharded(world: World, stage: int) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    model = _model()
-    ignored = {model[4].bias, model.unused}
-    blocks = [[model[0], model[2]], model]
-    shard(blocks, mesh, stage=stage, ignored_params=ignored)
-    reducer = BucketedAllReduce([list(ignored)], world.group(RANKS))
-    data = GradientSync([reducer], [model], stage)
-    log = _train(model, data, world.rank)
-    _assert_same_gradients(model, _alone())
-    assert local_bytes(model[0].weight) == 8 * 16 * 7 // RANKS
-    return log.counts()
-
-
 @pytest.mark.parametrize(
     ("stage", "gathers", "scatters"), [(1, 2, 2), (2, 2, 4), (3, 6, 4)], ids=["1", "2", "3"]
 )
+@on_threads(RANKS)
 def test_stages_communicate_when_they_must(
-    on_ranks: OnRanks, stage: int, gathers: int, scatters: int
+    rank: int, stage: int, gathers: int, scatters: int
 ) -> None:
     """Two blocks, two micro-batches; with stage 3 one of them is gathered for the backward too."""
+    model = _model()
+    ignored = {model[4].bias, model.unused}
+    data = _synced(model, stage, ignored_params=ignored)
+    data.reducers = [BucketedAllReduce([list(ignored)], dist.group.WORLD)]
+    log = _train(model, data, rank)
+    _assert_same_gradients(model, _alone())
+    assert local_bytes(model[0].weight) == 8 * 16 * 7 // RANKS
     wanted = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": 1}
-    for counts in on_ranks(_sharded, stage):
-        assert counts == wanted
+    assert log.counts() == wanted
 
 
-def _offloaded(world: World, stage: int) -> None:
+def _offloaded(rank: int, stage: int) -> None:
     weights = []
     for kind in (AdamW, OffloadedAdamW):
         model = _model(torch.float32)
-        data = GradientSync(stage=stage)
-        if stage:
-            mesh = init_device_mesh("cpu", (RANKS,))
-            shard([model], mesh, stage=stage)
-            data.sharded = [model]
-        else:
-            data.reducers = [
-                BucketedAllReduce(by_bytes(model.parameters(), 1000), world.group(RANKS))
-            ]
+        data = _synced(model, stage, 1000, whole=True)
         optimizer = kind(model.parameters(), lr=0.1, eps=1e-3, master_weights=True)
         for _ in range(2):
-            _train(model, data, world.rank, torch.float32)
+            _train(model, data, rank, torch.float32)
             clip_grad_norm_(model.parameters(), 1.0)  # after steps have begun
             optimizer.step()
             optimizer.zero_grad()
@@ -283,11 +251,11 @@ def _offloaded(world: World, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_offloaded_states_step_to_the_same_bits(on_ranks: OnRanks, stage: int) -> None:
-    on_ranks(_offloaded, stage)
+def test_offloaded_states_step_to_the_same_bits(on_processes: OnProcesses, stage: int) -> None:
+    on_processes(_offloaded, 2, stage)
 
 
-def _unsharded(world: World) -> None:
+def _unsharded(rank: int) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
     model: Any = nn.Linear(4 * RANKS, 4 * RANKS, dtype=torch.float64)
@@ -297,8 +265,8 @@ def _unsharded(world: World) -> None:
     assert torch.equal(model.weight, weight)
 
 
-def test_weights_are_there_after_an_asynchronous_unshard(on_ranks: OnRanks) -> None:
-    on_ranks(_unsharded)
+def test_weights_are_there_after_an_asynchronous_unshard(on_processes: OnProcesses) -> None:
+    on_processes(_unsharded, RANKS)
 
 
 def test_wrong_arguments_say_what_was_wanted() -> None:
@@ -320,26 +288,25 @@ def test_a_gpu_sums_natively_unless_it_shall_be_deterministic() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _scattered(rank: int, ordered: bool) -> tuple[torch.Tensor, int]:
-    tensor = torch.arange(24.0).view(2, 4, 3).mul(rank + 1).transpose(0, 2)  # not contiguous
-    with collectives.recorded() as log:
-        result = collectives.reduce_scatter(tensor, dist.group.WORLD, dim=1, ordered=ordered)
-        return result.wait(), log.bytes()
-
-
 @pytest.mark.parametrize("ordered", [False, True])
+@on_threads(2)
 def test_a_native_reduce_scatter_has_the_sums_of_an_ordered_one(
-    ordered: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "sums_in_order", lambda device: False)
     unused = "reduce_scatter_single" if ordered else "all_to_all_single"
     monkeypatch.setattr(collectives if ordered else dist, unused, None)
-    whole = torch.arange(24.0).view(2, 4, 3).transpose(0, 2) * 3
-    for rank, (part, sent) in enumerate(threads.run(_scattered, 2, ordered)):
-        assert torch.equal(part, whole.chunk(2, 1)[rank]) and sent == 24 * 4 // 2
+    numbers = torch.arange(24.0).view(2, 4, 3).transpose(0, 2)  # not contiguous
+    given = (numbers * (rank + 1)).transpose(0, 2).contiguous().transpose(0, 2)
+    with collectives.recorded() as log:
+        result = collectives.reduce_scatter(given, dist.group.WORLD, dim=1, ordered=ordered)
+        assert torch.equal(result.wait(), 3 * numbers.chunk(2, 1)[rank])
+    assert log.bytes() == 24 * 4 // 2
 
 
-def _evaluated_before_a_step(rank: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_threads(2)
+def test_a_forward_alone_keeps_no_weights_for_the_next(rank: int, stage: int) -> None:
     model, x = nn.Linear(7, 4, bias=False), torch.ones(1, 7)
     shard([model], init_device_mesh("cpu", (2,)), stage=stage)
     (weight,) = model.parameters()
@@ -349,64 +316,13 @@ def _evaluated_before_a_step(rank: int, stage: int) -> None:
         assert torch.equal(model(x), 2.0 * before)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_forward_alone_keeps_no_weights_for_the_next(stage: int) -> None:
-    threads.run(_evaluated_before_a_step, 2, stage)
-
-
-def _gradients_sharded(rank: int, ordered: bool) -> None:
-    model = _model()
-    shard([model], init_device_mesh("cpu", (RANKS,)), stage=2, ordered=ordered)
-    _train(model, GradientSync(sharded=[model], stage=2), rank)
-    _assert_same_gradients(model, _alone())
-
-
 @pytest.mark.parametrize("ordered", [False, True])
+@on_threads(RANKS)
 def test_sharded_gradients_are_summed_natively(
-    ordered: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "sums_in_order", lambda device: False)
-    unused = "reduce_scatter_single" if ordered else "ordered_sum"
-    monkeypatch.setattr(collectives, unused, None)
-    threads.run(_gradients_sharded, RANKS, ordered)
-
-
-def _mixed(rank: int, stage: int, reduce_dtype: torch.dtype | None) -> None:
-    """Compare with products of rounded weights, and with sums in the dtype of the reduction."""
-    ranks, half = dist.get_world_size(), torch.bfloat16
-    model, rounded = _model(torch.float32), _model(torch.float32).to(half)
-    shard(
-        [model],
-        init_device_mesh("cpu", (ranks,)),
-        stage=stage,
-        param_dtype=half,
-        reduce_dtype=reduce_dtype,
-    )
-    data = GradientSync(sharded=[model], stage=stage)
-    log = _train(model, data, rank, torch.float32)
-    numbers = sum(parameter.numel() for parameter in rounded.parameters())
-    gathers = [e for e in log.events if e.kind == "all_gather" and e.phase == "start"]
-    assert 2 * numbers // ranks <= gathers[0].bytes < 2 * numbers // ranks + 64
-    sums: dict[str, torch.Tensor] = {}
-    for i in range(MICROBATCHES):
-        for other in range(ranks):
-            rounded.zero_grad()
-            _loss(rounded, _batches(other, torch.float32)[i].to(half)).backward()
-            for name, parameter in rounded.named_parameters():
-                if parameter.grad is not None:
-                    sums[name] = sums.get(name, 0.0) + parameter.grad.double()
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32
-        if name in sums:
-            found, expected = full_tensor(parameter.grad), sums[name]
-            assert found.dtype == torch.float32
-            error = (found.double() - expected).norm() / expected.norm()
-            assert (error < 1e-6) == (reduce_dtype == torch.float32), (name, error)
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_in_half_precision_with_sums_in_float32(
-    stage: int, reduce_dtype: torch.dtype | None
-) -> None:
-    threads.run(_mixed, 2, stage, reduce_dtype)
+    monkeypatch.setattr(collectives, "reduce_scatter_single" if ordered else "ordered_sum", None)
+    model = _model()
+    _train(model, _synced(model, 2, whole=True, ordered=ordered), rank)
+    _assert_same_gradients(model, _alone())

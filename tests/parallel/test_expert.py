@@ -1,4 +1,4 @@
-"""Experts sharded over 1, 2, 4 and 8 processes: same bits, gradients, collectives, bad input."""
+"""Experts sharded over ranks and nodes: bits of one process, gradients, collectives, bad input."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ import torch
 from expert_layer import (
     CASES,
     NUM_EXPERTS,
-    assert_case,
-    expert_grads,
+    Problem,
+    assert_cases,
     experts,
     gradients,
+    group_of,
     layer,
     on_one_process,
+    part_of,
     problem,
 )
-from process_pool import SIZES, World
+from run_ranks import on_threads
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from fusedops import RoutingPlan, moe_mlp
+from fusedops._core import dtypes
 from fusedops.nn import MoE
 from fusedops.ops import moe_pack
+from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
@@ -33,120 +38,353 @@ from fusedops.parallel.expert import all_to_all
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
+Shape = tuple[int, ...]
+FLOAT, HALF = torch.float32, torch.bfloat16
+each_dtype = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
 
 
-def _same_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    place = rank, dist.get_world_size()
-    for name in CASES:
-        assert_case(name, dist.group.WORLD, place, dtype, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("size", SIZES)
-def test_sharded_experts_give_the_bits_of_one_process(size: int, dtype: torch.dtype) -> None:
-    threads.run(_same_bits, size, dtype, {})
+@each_dtype
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (8,), (1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
+def test_sharded_experts_give_the_bits_of_one_process(shape: Shape, dtype: torch.dtype) -> None:
+    threads.run(assert_cases, math.prod(shape), shape, dtype, {})
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 def test_chunks_give_the_same_bits(chunks: int) -> None:
-    threads.run(_same_bits, 4, torch.bfloat16, {"chunks": chunks})
+    threads.run(assert_cases, 4, (4,), HALF, {"chunks": chunks})
 
 
-def _processes_give_the_bits_of_one(world: World) -> None:
-    for name in CASES:
-        assert_case(name, world.groups[8], (world.rank, 8), torch.float32, chunks=2)
+@each_dtype
+def test_sums_made_in_the_nodes_are_within_the_budget(dtype: torch.dtype) -> None:
+    threads.run(assert_cases, 8, (2, 4), dtype, {"chunks": 2, "reduce": "node"})
 
 
-def _counted(world: World, shape: tuple[int, ...]) -> dict[str, int]:
-    group, size, counts = world.group(*shape), math.prod(shape), {}
-    if not world.member(size):
-        return counts
-    mine = problem("uneven", size, torch.float32).part(world.rank, size)
-
-    def count(name: str, function: Callable[[], Any]) -> Any:
-        with collectives.recorded() as log:
-            result = function()
-        counts[name] = len(log.calls)
-        return result
-
-    rows, plan, handle = count("dispatch", lambda: moe_dispatch(mine.input, mine.plan(), group))
-    results = experts(rows, plan, mine.w1, mine.w2)
-    output = count("combine", lambda: moe_combine(results, handle, weighted=True))
-    count("backward", lambda: gradients(output, mine))
-    return counts
+@pytest.mark.parametrize(("shape", "dtype", "chunks"), [((8,), FLOAT, 2), ((2, 4), HALF, 3)])
+def test_processes_give_the_bits_of_one(
+    on_processes: OnProcesses, shape: Shape, dtype: torch.dtype, chunks: int
+) -> None:
+    on_processes(assert_cases, 8, shape, dtype, {"chunks": chunks})
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 4)], ids=str)
-def test_at_most_two_collectives_per_direction_and_dimension(
-    on_ranks: OnRanks, shape: tuple[int, ...]
-) -> None:
-    # Forwards counts and payload, and rows; backwards only what carries gradients.
-    dims, expected = len(shape), {"dispatch": 2, "combine": 1, "backward": 2}
-    for counts in on_ranks(_counted, shape)[: math.prod(shape)]:
-        assert counts == {name: dims * count for name, count in expected.items()}
+def test_at_most_two_collectives_per_direction_and_dimension(shape: Shape) -> None:
+    threads.run(_assert_collectives, math.prod(shape), shape)
 
 
-def _a_mesh_serves_as_group(world: World) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+def _assert_collectives(rank: int, shape: Shape) -> None:
+    group, dims, mine = group_of(shape), len(shape), part_of("uneven", rank, math.prod(shape))
+    with collectives.recorded() as dispatch:  # counts and payload, and rows
+        rows, plan, handle = moe_dispatch(mine.input, mine.plan(), group)
+    results = experts(rows, plan, mine.w1, mine.w2)
+    with collectives.recorded() as combine:
+        output = moe_combine(results, handle, weighted=True)
+    with collectives.recorded() as backward:  # only what carries gradients
+        gradients(output, mine)
+    counts = [len(log.calls) for log in (dispatch, combine, backward)]
+    assert counts == [2 * dims, dims, 2 * dims]
 
-    whole = problem("uneven", 8, torch.float32)
-    mine = whole.part(world.rank, 8)
-    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("expert",))
-    first = sum(whole.counts[: world.rank])
-    expected = on_one_process(whole)[first : first + len(mine.input)]
-    assert torch.equal(layer(mine, mesh), expected)
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+@on_threads(8)
+def test_dropped_slots_are_counted(rank: int, shape: Shape) -> None:
+    whole = problem("capacity_one", 8, FLOAT)
+    mine = whole.part(rank, 8)
+    handle = moe_dispatch(mine.input, mine.plan(), group_of(shape))[2]
+    assert whole.kept is not None
+    dropped = [int((~part).sum()) for part in whole.kept.split(whole.counts)]
+    assert (handle.num_dropped, handle.num_dropped_in_group) == (dropped[rank], sum(dropped))
+    assert sum(dropped) == whole.ids.numel() - NUM_EXPERTS
 
 
-def _rows_arrive_in_the_order_of_one_process(world: World) -> None:
+def _bytes_between_nodes(rank: int, nodes: int) -> tuple[int, int, int, int]:
+    """Return rows and bytes that leave the node, sent straight and once per node."""
+    per_node = 8 // nodes
+    mine, node = part_of("random", rank, 8, HALF), rank // per_node
+    straight = moe_dispatch(mine.input, mine.plan(), group_of((8,)))[2]
+    once = moe_dispatch(mine.input, mine.plan(), group_of((nodes, per_node)))[2]
+    far = [rows for rank, rows in enumerate(straight.rows_sent) if rank // per_node != node]
+    few = [rows for other, rows in enumerate(once.rows_sent) if other != node]
+    places = mine.ids // (NUM_EXPERTS // nodes)
+    pairs = [(token, int(n)) for token, row in enumerate(places) for n in set(row.tolist())]
+    assert sum(far) == int((places != node).sum())
+    assert sum(few) == sum(n != node for _, n in pairs)
+    return sum(far), sum(few), sum(far) * straight.row_bytes, sum(few) * once.row_bytes
+
+
+def test_a_token_crosses_to_a_node_once() -> None:
+    """Rows between nodes are fewer by the duplication factor, bytes by nearly as much."""
+    counts = threads.run(_bytes_between_nodes, 8, 2)
+    many, few, bytes_many, bytes_few = (sum(each) for each in zip(*counts, strict=True))
+    assert many / few > 1.4  # three slots on two nodes: 1.5 slots per token and node on average
+    # Each row carries the ids and probabilities of all three slots: here 80 instead of 64 bytes.
+    assert bytes_few * 64 == bytes_many * 80 * few // many
+    assert bytes_few < bytes_many
+
+
+@on_threads(8)
+def test_float8_rounds_rows_once_and_keeps_gradients(rank: int) -> None:
+    for dtype in (HALF, FLOAT):
+        mine = part_of("uneven", rank, 8, dtype)
+        exchanged = []
+        for shape, payload in (((8,), "float8"), ((8,), None), ((2, 4), "float8")):
+            group = group_of(shape)
+            rows, _, handle = moe_dispatch(mine.input, mine.plan(), group, payload=payload)
+            output = moe_combine(rows, handle, weighted=True)
+            grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
+            exchanged.append((rows, handle.row_bytes, grads, output))
+        (narrow, few, grads, output), (wide, many, exact, _), over_nodes = exchanged
+        assert torch.equal(narrow, dequantize(*quantize(wide), dtype))
+        assert few < many
+        # Rounding counts as the identity: the gradient of the tokens is the exact one.
+        assert torch.equal(grads[0], exact[0])
+        assert torch.equal(output, over_nodes[-1])
+
+
+@on_threads(8)
+def test_rows_arrive_in_the_order_of_one_process(rank: int) -> None:
     """Sorted by the local plan, the rows stand as those of one process with all tokens."""
-    whole = problem("uneven", 8, torch.float32)
-    mine = whole.part(world.rank, 8)
-    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])
+    whole = problem("uneven", 8, FLOAT)
+    mine = whole.part(rank, 8)
+    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), dist.group.WORLD)
     everything = whole.plan()
-    begin = 0 if world.rank == 0 else int(everything.offsets[world.rank - 1])
-    end = int(everything.offsets[world.rank])
+    begin = 0 if rank == 0 else int(everything.offsets[rank - 1])
+    end = int(everything.offsets[rank])
     slots = everything.permutation[begin:end].long()
     assert plan.num_experts == 1 and rows.shape[0] == end - begin == sum(handle.rows_received)
     assert torch.equal(rows[plan.permutation.long()], whole.input[slots // 3])
     assert torch.equal(plan.probs.flatten(), whole.probs.flatten()[slots])
 
 
-def _drops(world: World, shape: tuple[int, ...]) -> tuple[int, int]:
-    mine = problem("capacity_one", 8, torch.float32).part(world.rank, 8)
-    handle = moe_dispatch(mine.input, mine.plan(), world.group(*shape))[2]
-    return handle.num_dropped, handle.num_dropped_in_group
+@on_threads(8)
+def test_a_mesh_of_one_dim_serves_as_group(rank: int) -> None:
+    whole = problem("uneven", 8, FLOAT)
+    mine, first = whole.part(rank, 8), sum(whole.counts[:rank])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (8,), mesh_dim_names=("expert",))
+    expected = on_one_process(whole)[first : first + len(mine.input)]
+    assert torch.equal(layer(mine, mesh), expected)
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
-def test_dropped_slots_are_counted(on_ranks: OnRanks, shape: tuple[int, ...]) -> None:
-    counts = on_ranks(_drops, shape)
-    whole = problem("capacity_one", 8, torch.float32)
-    assert whole.kept is not None
-    dropped = [int((~part).sum()) for part in whole.kept.split(whole.counts)]
-    assert counts == [(mine, sum(dropped)) for mine in dropped]
-    assert sum(dropped) == whole.ids.numel() - NUM_EXPERTS
+@on_threads(8)
+def test_experts_that_ignore_their_rows_do_not_hang_the_backward(rank: int) -> None:
+    """Experts without parameters that ignore their rows, on some ranks: the graph still holds."""
+    mine = part_of("uneven", rank, 8)
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return rows.new_ones(rows.shape) if rank % 2 else rows * 2
+
+    for chunks in (1, 3):
+        options: dict[str, Any] = {"weighted": True, "chunks": chunks}
+        output = expert_parallel(mine.input, mine.plan(), here, dist.group.WORLD, **options)
+        grads = torch.autograd.grad(output.sum(), [mine.input, mine.probs])
+        weight = torch.where(mine.ids % 2 == 0, 2.0, 0.0) * mine.probs
+        expected = weight.sum(1, keepdim=True).expand_as(mine.input)
+        torch.testing.assert_close(grads[0], expected)
 
 
-def _float8_rounds_rows_and_keeps_gradients(world: World) -> None:
-    from fusedops.ops._moe_payload import dequantize, quantize
+@on_threads(8)
+def test_checkpoints_and_second_backwards_give_the_same_gradients(rank: int) -> None:
+    mine = part_of("uneven", rank, 8)
+    output = layer(mine, dist.group.WORLD)
+    plain = torch.autograd.grad(output, mine.leaves, mine.grad, retain_graph=True)
+    again = checkpoint(layer, mine, dist.group.WORLD, use_reentrant=False)
+    for result in (output, again):
+        for got, want in zip(gradients(result, mine), plain, strict=True):
+            assert torch.equal(got, want)
 
-    for dtype in (torch.bfloat16, torch.float32):
-        whole = problem("uneven", 8, dtype)
-        mine = whole.part(world.rank, 8)
-        exchanged = []
-        for payload in ("float8", None):
-            rows, _, handle = moe_dispatch(
-                mine.input, mine.plan(), world.groups[8], payload=payload
-            )
-            output = moe_combine(rows, handle, weighted=True)
-            grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
-            exchanged.append((rows, handle.row_bytes, grads))
-        (narrow, few, grads), (wide, many, exact) = exchanged
-        assert torch.equal(narrow, dequantize(*quantize(wide), dtype))
-        assert few < many
-        # Rounding counts as the identity: the gradient of the tokens is the exact one.
-        assert torch.equal(grads[0], exact[0])
+
+@on_threads(8)
+def test_checkpoints_keep_the_gradients_of_chunks(rank: int) -> None:
+    mine = part_of("uneven", rank, 8, HALF)
+    weights = [mine.w1, mine.w2]
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return moe_mlp(rows, plan, mine.w1.mT, mine.w2.mT, gated=False)
+
+    def again(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return checkpoint(here, rows, plan, use_reentrant=False)
+
+    def layer(input: torch.Tensor, experts: Any = here) -> torch.Tensor:
+        return expert_parallel(input, mine.plan(), experts, dist.group.WORLD, chunks=3)
+
+    plain = torch.autograd.grad(layer(mine.input), weights, mine.grad)
+    inside = torch.autograd.grad(layer(mine.input, again), weights, mine.grad)
+    around = checkpoint(layer, mine.input, use_reentrant=False)
+    outside = torch.autograd.grad(around, weights, mine.grad)
+    checkpoint(layer, mine.input, use_reentrant=True).backward(mine.grad)
+    for got in (inside, outside, [weight.grad for weight in weights]):
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+@on_threads(8)
+def test_experts_of_a_moe_layer_are_sharded(rank: int) -> None:
+    """A rank holds the router and its share of the experts of nn.MoE."""
+    whole = MoE(24, 20, NUM_EXPERTS, top_k=2, bias=True)
+    mine = MoE(24, 20, 1, top_k=1, bias=True).experts
+    shard = slice(rank, rank + 1)
+    mine.load_state_dict({name: each[shard] for name, each in whole.experts.state_dict().items()})
+    x, grad = torch.randn(2, 8 * 5, 24)
+    everything, tokens = whole.route(x), slice(5 * rank, 5 * rank + 5)
+    choices = everything.expert_ids[tokens], everything.probs[tokens]
+    plan = RoutingPlan.from_choices(*choices, NUM_EXPERTS)
+    output = expert_parallel(x[tokens], plan, mine, dist.group.WORLD)
+    expected = whole(x, plan=everything)
+    assert torch.equal(output, expected[tokens])
+    exact = torch.autograd.grad(expected, list(whole.experts.parameters()), grad)
+    got = torch.autograd.grad(output, list(mine.parameters()), grad[tokens])
+    for value, all_experts in zip(got, exact, strict=True):
+        torch.testing.assert_close(value, all_experts[shard])
+
+
+def _compile_does_not_break_around_it(rank: int) -> None:
+    mine = part_of("uneven", rank, 2)
+
+    def model(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        plan = RoutingPlan.from_choices(mine.ids, probs * 1.0, NUM_EXPERTS)
+        rows, local_plan, handle = moe_dispatch(input + 0.0, plan, dist.group.WORLD)
+        results = experts(rows, local_plan, mine.w1, mine.w2)
+        return moe_combine(results, handle, weighted=True) * 2.0
+
+    eager = model(mine.input, mine.probs)
+    compiled = torch.compile(model, backend="aot_eager")(mine.input, mine.probs)
+    assert torch.equal(eager, compiled)
+    for got, want in zip(gradients(compiled, mine), gradients(eager, mine), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compile_does_not_break_around_it(on_processes: OnProcesses) -> None:
+    on_processes(_compile_does_not_break_around_it, 2)
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1, 4, 8])
+@on_threads("size")
+def test_moe_mlp_gives_the_bits_of_one_process(rank: int, size: int, dtype: torch.dtype) -> None:
+    """The whole layer with moe_mlp, which multiplies by the probabilities where it computes."""
+    for name in CASES:
+        whole = problem(name, size, dtype)
+        w1 = torch.cat([whole.w1, whole.w1.flip(0)], 1).detach().mT  # gate and up
+        per_rank = NUM_EXPERTS // size
+        shard = slice(rank * per_rank, (rank + 1) * per_rank)
+        expected = moe_mlp(whole.input, whole.plan(), w1, whole.w2.mT)
+        mine = whole.part(rank, size)
+
+        def here(
+            rows: torch.Tensor, plan: RoutingPlan, first: Any = w1[shard], second: Any = mine.w2.mT
+        ) -> torch.Tensor:
+            return moe_mlp(rows, plan, first, second)
+
+        output = expert_parallel(mine.input, mine.plan(), here, dist.group.WORLD, chunks=2)
+        begin = sum(whole.counts[:rank])
+        tokens = slice(begin, begin + len(mine.input))
+        assert torch.equal(output, expected[tokens]), f"{name} on {size}, {dtype}: other bits"
+        alone = torch.autograd.grad(expected, [whole.input, whole.probs], whole.grad)
+        grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
+        for i, (got, want) in enumerate(zip(grads, alone, strict=True)):
+            # Rows and slots are summed in the same order: these gradients have the same bits too.
+            assert torch.equal(got, want[tokens]), f"{name} on {size}, {dtype}: gradient {i}"
+
+
+def _summed_gradients(rank: int, shape: Shape, dtype: torch.dtype) -> None:
+    """Weights' gradients, chunk by chunk, against those of one chunk and against float64."""
+    size, group = math.prod(shape), group_of(shape)
+    whole = problem("random", size, dtype)
+    per_rank = NUM_EXPERTS // size
+    shard = slice(rank * per_rank, (rank + 1) * per_rank)
+
+    def leaves(p: Problem) -> list[torch.Tensor]:
+        both = torch.cat([p.w1, p.w1.flip(0)], 1), p.w2
+        biases = p.w1.flip(0).repeat(1, 2, 1)[..., 0], p.w2[..., 0]
+        return [each.detach().clone().requires_grad_() for each in (*both, *biases)]
+
+    def run(p: Problem, weights: list[torch.Tensor], layer: Any) -> list[torch.Tensor]:
+        first, second, *biases = weights
+
+        def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+            return moe_mlp(rows, plan, first.mT, second.mT, *biases)
+
+        return list(torch.autograd.grad(layer(here), weights, p.grad))
+
+    exact = whole.to(torch.float64)
+    doubles = run(exact, leaves(exact), lambda here: here(exact.input, exact.plan()))
+    truth = [each[shard] for each in doubles]
+    mine = whole.part(rank, size)
+    weights = [leaf[shard].detach().clone().requires_grad_() for leaf in leaves(whole)]
+
+    def in_chunks(chunks: int) -> list[torch.Tensor]:
+        given = mine.input, mine.plan()
+        return run(mine, weights, lambda here: expert_parallel(*given, here, group, chunks=chunks))
+
+    alone = in_chunks(1)
+    for chunks in (2, 3, 8):
+        for i, grads in enumerate(zip(in_chunks(chunks), alone, truth, strict=True)):
+            got, want, right = (grad.double() for grad in grads)
+            label = f"{chunks} chunks over {shape}, {dtype}, gradient {i}"
+            # Another order of a float32 sum, rounded to one or the other side.
+            close = dtypes.error_budget(alone[i], want, dtype, depth=len(whole.input))
+            assert ((got - want).abs() <= close).all(), f"{label}: rounded more than once"
+            error, before = ((each - right).square().mean() for each in (got, want))
+            assert error <= 1.05 * before, f"{label}: {error} with chunks, {before} without"
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_chunks_do_not_change_the_weights_gradients(shape: Shape, dtype: torch.dtype) -> None:
+    """Of chunks or nodes they are summed once and rounded once."""
+    threads.run(_summed_gradients, math.prod(shape), shape, dtype)
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, events: list[str]) -> torch.Tensor:
+        ctx.events = events
+        events.append("experts")
+        return 2 * rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.events.append("experts backward")
+        return 2 * grad, None
+
+
+def _timeline(rank: int) -> list[str]:
+    """Return when each exchange starts, when it is waited for, and when experts compute."""
+    events: list[str] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> collectives.Pending:
+        name = f"exchange {sum(event.startswith('start') for event in events)}"
+        events.append(f"start {name}")
+        pending = send_rows(*args, **kwargs)
+
+        def finish() -> torch.Tensor:
+            events.append(f"wait {name}")
+            return pending.wait()
+
+        return collectives.Pending(finish)
+
+    mine = part_of("random", rank, 2)
+    with mock.patch.object(all_to_all, "send_rows", recorded):
+        output = expert_parallel(
+            mine.input,
+            mine.plan(),
+            lambda rows, _: _Compute.apply(rows, events),
+            dist.group.WORLD,
+            chunks=2,
+        )
+        output.sum().backward()
+    return events
+
+
+def test_exchanges_overlap_with_the_experts(on_processes: OnProcesses) -> None:
+    for events in on_processes(_timeline, 2):
+        first, second = (i for i, event in enumerate(events) if event == "experts")
+        # Exchange 1 (tokens of the second chunk) and 2 (results of the first) run meanwhile.
+        assert events.index("start exchange 1") < first < events.index("wait exchange 1")
+        assert events.index("start exchange 2") < second < events.index("wait exchange 2")
+        first, second = (i for i, event in enumerate(events) if event == "experts backward")
+        # 4 and 5 bring the gradients of the results, 6 and 7 those of the tokens.
+        assert events.index("start exchange 5") < first < events.index("wait exchange 5")
+        assert events.index("start exchange 6") < second < events.index("wait exchange 6")
 
 
 def _pack_in_bounds(
@@ -160,60 +398,57 @@ def _pack_in_bounds(
     return moe_pack(input, probs, ids, index=index, num_rows=num_rows, **more)
 
 
-def _one_is_wrong(
-    world: World, fault: str, shape: tuple[int, ...] = (8,), wrong: int = 2, chunks: int = 1
-) -> str:
+def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
+    return RoutingPlan(**{**vars(plan), **fields})
+
+
+# What one rank passes instead of its tokens, its plan and the options of all.
+FAULTS: dict[str, Callable[[Problem, RoutingPlan], dict[str, Any]]] = {
+    "mismatch": lambda mine, plan: {"input": mine.input[:-1]},
+    "type": lambda mine, plan: {"input": [1.0]},
+    "ids": lambda mine, plan: {"plan": _with(plan, expert_ids=plan.expert_ids + 7)},
+    "negative ids": lambda mine, plan: {"plan": _with(plan, expert_ids=plan.expert_ids - 1)},
+    "offsets": lambda mine, plan: {"plan": _with(plan, offsets=plan.offsets.flip(0))},
+    "permutation": lambda mine, plan: {"plan": _with(plan, permutation=plan.permutation + 1)},
+    "experts": lambda mine, plan: {"plan": RoutingPlan.from_choices(mine.ids, mine.probs, 16)},
+    "hidden": lambda mine, plan: {"input": mine.input[:, :20]},
+    "dtype": lambda mine, plan: {"input": mine.input.double()},
+    "grad": lambda mine, plan: {
+        "input": mine.input.detach(),
+        "plan": plan.with_probs(plan.probs.detach()),
+    },
+    "chunks": lambda mine, plan: {"chunks": 9},
+    "reduce": lambda mine, plan: {"reduce": "node"},
+    "validate": lambda mine, plan: {"validate": True},
+}
+
+
+def _one_is_wrong(rank: int, fault: str, shape: Shape, wrong: int, chunks: int) -> str:
     """Call with something wrong on one rank (or with ranks that disagree) and return the error."""
-    group = world.group(*shape)
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    input, plan, reduce, validate = mine.input, mine.plan(), "source", fault == "result"
-    if world.rank == wrong:
-        if fault == "mismatch":
-            input = input[:-1]
-        elif fault == "type":
-            input = [1.0]
-        elif fault == "ids":
-            plan = _with(plan, expert_ids=plan.expert_ids + 7)
-        elif fault == "negative ids":
-            plan = _with(plan, expert_ids=plan.expert_ids - 1)
-        elif fault == "offsets":
-            plan = _with(plan, offsets=plan.offsets.flip(0))
-        elif fault == "permutation":
-            plan = _with(plan, permutation=plan.permutation + 1)
-        elif fault == "experts":
-            plan = RoutingPlan.from_choices(mine.ids, mine.probs, 16)
-        elif fault == "hidden":
-            input = input[:, :20]
-        elif fault == "dtype":
-            input = input.double()
-        elif fault == "grad":
-            input, plan = input.detach(), plan.with_probs(plan.probs.detach())
-        elif fault == "chunks":
-            chunks = 9
-        elif fault == "reduce":
-            reduce = "node"
-        elif fault == "validate":
-            validate = True
+    mine, group = part_of("uneven", rank, 8), group_of(shape)
+    given: dict[str, Any] = {"input": mine.input, "plan": mine.plan(), "chunks": chunks}
+    given |= {"reduce": "source", "validate": fault == "result"}
+    if rank == wrong and fault in FAULTS:
+        given |= FAULTS[fault](mine, given["plan"])
     if fault == "divides":
-        plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
+        given["plan"] = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
 
     def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return rows[1:] if world.rank == wrong and fault == "result" else rows
+        return rows[1:] if rank == wrong and fault == "result" else rows
 
-    options: Any = {"chunks": chunks, "reduce": reduce, "validate": validate}
     try:
-        with mock.patch.object(all_to_all, "moe_pack", _pack_in_bounds):
-            expert_parallel(input, plan, here, group, **options)
+        expert_parallel(given.pop("input"), given.pop("plan"), here, group, **given)
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
-        dist.barrier(world.groups[8])
-        assert_case("uneven", group, (world.rank, 8), torch.float32)
+        dist.barrier()
+        assert_cases(rank, shape, FLOAT, {}, ("uneven",))
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
-    return RoutingPlan(**{**vars(plan), **fields})
+def _errors(fault: str, shape: Shape = (8,), wrong: int = 2, chunks: int = 1) -> list[str]:
+    with mock.patch.object(all_to_all, "moe_pack", _pack_in_bounds):
+        return threads.run(_one_is_wrong, 8, fault, shape, wrong, chunks)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +463,8 @@ def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
         ("reduce", "ValueError: expert_parallel: reduce must be 'source' where", "do not fit"),
     ],
 )
-def test_bad_input_on_one_rank_raises_on_all(
-    on_ranks: OnRanks, fault: str, own: str, others: str
-) -> None:
-    for rank, error in enumerate(on_ranks(_one_is_wrong, fault)):
+def test_bad_input_on_one_rank_raises_on_all(fault: str, own: str, others: str) -> None:
+    for rank, error in enumerate(_errors(fault)):
         if rank == 2:
             assert error.startswith(own), error
         else:
@@ -249,21 +482,34 @@ def test_bad_input_on_one_rank_raises_on_all(
         ("divides", "size that divides the plan's 12 experts, got 8"),
     ],
 )
-def test_ranks_that_disagree_all_raise(on_ranks: OnRanks, fault: str, names: str) -> None:
-    for error in on_ranks(_one_is_wrong, fault):
+def test_ranks_that_disagree_all_raise(fault: str, names: str) -> None:
+    for error in _errors(fault):
         assert error.startswith("ValueError") and names in error, error
 
 
-def _bad_result(world: World, fault: str) -> str:
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    rows, _, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8], validate=True)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("fault", ["mismatch", "negative ids", "hidden", "reduce", "result"])
+def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(fault: str, chunks: int) -> None:
+    errors = _errors(fault, (2, 4), 6, chunks)
+    for error in errors:
+        assert error.startswith("ValueError"), error
+    if fault == "result":
+        assert "output must be of shape" in errors[6]
+        assert all("a rank of node 1 got" in error for error in errors[:4]), errors
+        assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
+
+
+def _bad_result(rank: int, fault: str, wrong: int) -> str:
+    mine = part_of("uneven", rank, dist.get_world_size())
+    validate = dist.get_world_size() > 1
+    rows, _, handle = moe_dispatch(mine.input, mine.plan(), dist.group.WORLD, validate=validate)
     results: Any = rows
-    if world.rank == 5:
+    if rank == wrong:
         results = {"shape": rows[:-1], "dtype": rows.double(), "type": None}[fault]
     try:
         moe_combine(results, handle)
     except (TypeError, ValueError) as error:
-        dist.barrier(world.groups[8])
+        dist.barrier()
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -276,37 +522,15 @@ def _bad_result(world: World, fault: str) -> str:
         ("type", "TypeError: moe_combine: output must be a torch.Tensor"),
     ],
 )
-def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own: str) -> None:
-    for rank, error in enumerate(on_ranks(_bad_result, fault)):
-        if rank == 5:
-            assert error.startswith(own), error
-        else:
-            assert error.startswith("ValueError: moe_combine: rank 5"), error
+def test_bad_results_on_one_rank_raise_on_all(fault: str, own: str) -> None:
+    """On a rank alone also without validation."""
+    assert threads.run(_bad_result, 1, fault, 0)[0].startswith(own)
+    for rank, error in enumerate(threads.run(_bad_result, 8, fault, 5)):
+        assert error.startswith(own if rank == 5 else "ValueError: moe_combine: rank 5"), error
 
 
-@pytest.mark.parametrize(
-    ("output", "error", "words"),
-    [
-        (torch.ones(3, 4), ValueError, "moe_combine: output must be of shape"),
-        (torch.ones(2, 4).double(), TypeError, "output must have the dtype of the rows"),
-        (None, TypeError, "moe_combine: output must be a torch.Tensor"),
-    ],
-    ids=["shape", "dtype", "type"],
-)
-def test_results_that_do_not_fit_the_rows_are_refused(
-    output: Any, error: type[Exception], words: str
-) -> None:
-    threads.run(_refuses_results, 1, output, error, words)
-
-
-def _refuses_results(rank: int, output: Any, error: type[Exception], words: str) -> None:
-    plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
-    handle = moe_dispatch(torch.ones(2, 4), plan, dist.group.WORLD)[2]
-    with pytest.raises(error, match=words):
-        moe_combine(output, handle)
-
-
-def _refuses_second_derivatives(rank: int) -> None:
+@on_threads(1)
+def test_a_second_derivative_is_refused(rank: int) -> None:
     x = torch.ones(2, 4, requires_grad=True)
     plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
     for chunks in (1, 2):
@@ -316,239 +540,9 @@ def _refuses_second_derivatives(rank: int) -> None:
             slope.sum().backward()
 
 
-def test_a_second_derivative_is_refused() -> None:
-    threads.run(_refuses_second_derivatives, 1)
-
-
 def test_a_group_of_another_kind_is_refused() -> None:
     plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
     with pytest.raises(TypeError, match="moe_dispatch: group must be a ProcessGroup"):
         moe_dispatch(torch.ones(2, 4), plan, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="moe_combine: handle must be of moe_dispatch"):
         moe_combine(torch.ones(2, 4), plan)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("fault", ["mismatch", "negative ids", "hidden", "reduce", "result"])
-def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
-    on_ranks: OnRanks, fault: str, chunks: int
-) -> None:
-    errors = on_ranks(_one_is_wrong, fault, (2, 4), 6, chunks)
-    for error in errors:
-        assert error.startswith("ValueError"), error
-    if fault == "result":
-        assert "output must be of shape" in errors[6]
-        assert all("a rank of node 1 got" in error for error in errors[:4]), errors
-        assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
-
-
-def _experts_that_ignore_their_rows_do_not_hang_the_backward(world: World) -> None:
-    """Experts without parameters that ignore their rows, on some ranks: the graph still holds."""
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-
-    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return rows.new_ones(rows.shape) if world.rank % 2 else rows * 2
-
-    for chunks in (1, 3):
-        output = expert_parallel(
-            mine.input, mine.plan(), here, world.groups[8], weighted=True, chunks=chunks
-        )
-        grads = torch.autograd.grad(output.sum(), [mine.input, mine.probs])
-        weight = torch.where(mine.ids % 2 == 0, 2.0, 0.0) * mine.probs
-        expected = weight.sum(1, keepdim=True).expand_as(mine.input)
-        torch.testing.assert_close(grads[0], expected)
-
-
-def _checkpointing_gives_the_same_gradients(world: World) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    plain = gradients(layer(mine, world.groups[8]), mine)
-    output = checkpoint(layer, mine, world.groups[8], use_reentrant=False)
-    for got, want in zip(gradients(output, mine), plain, strict=True):
-        assert torch.equal(got, want)
-
-
-def _a_graph_can_be_differentiated_again(world: World) -> None:
-    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    output = layer(mine, world.groups[8])
-    first = torch.autograd.grad(output, mine.leaves, mine.grad, retain_graph=True)
-    for got, want in zip(gradients(output, mine), first, strict=True):
-        assert torch.equal(got, want)
-
-
-def _compile_does_not_break_around_it(world: World) -> None:
-    if not world.member(2):
-        return
-    mine = problem("uneven", 2, torch.float32).part(world.rank, 2)
-
-    def model(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        plan = RoutingPlan.from_choices(mine.ids, probs * 1.0, NUM_EXPERTS)
-        rows, local_plan, handle = moe_dispatch(input + 0.0, plan, world.groups[2])
-        results = experts(rows, local_plan, mine.w1, mine.w2)
-        return moe_combine(results, handle, weighted=True) * 2.0
-
-    eager = model(mine.input, mine.probs)
-    compiled = torch.compile(model, backend="aot_eager")(mine.input, mine.probs)
-    assert torch.equal(eager, compiled)
-    for got, want in zip(gradients(compiled, mine), gradients(eager, mine), strict=True):
-        assert torch.equal(got, want)
-
-
-_EVENTS: list[str] = []
-
-
-def _recorded(*args: Any, **kwargs: Any) -> collectives.Pending:
-    """Write down when an exchange starts and when it is waited for."""
-    name = f"exchange {sum(event.startswith('start') for event in _EVENTS)}"
-    _EVENTS.append(f"start {name}")
-    pending = send_rows(*args, **kwargs)
-
-    def finish() -> torch.Tensor:
-        _EVENTS.append(f"wait {name}")
-        return pending.wait()
-
-    return collectives.Pending(finish)
-
-
-class _Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        _EVENTS.append("experts")
-        return 2 * rows
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _EVENTS.append("experts backward")
-        return 2 * grad
-
-
-def _timeline(world: World) -> list[str]:
-    mine = problem("random", 8, torch.float32).part(world.rank, 8)
-    _EVENTS.clear()
-    all_to_all.send_rows = _recorded
-    try:
-        output = expert_parallel(
-            mine.input, mine.plan(), lambda rows, _: _Compute.apply(rows), world.groups[8], chunks=2
-        )
-        output.sum().backward()
-    finally:
-        all_to_all.send_rows = send_rows
-    return list(_EVENTS)
-
-
-def test_exchanges_overlap_with_the_experts(on_ranks: OnRanks) -> None:
-    for events in on_ranks(_timeline):
-        first, second = (i for i, event in enumerate(events) if event == "experts")
-        # Exchange 1 (tokens of the second chunk) and 2 (results of the first) run meanwhile.
-        assert events.index("start exchange 1") < first < events.index("wait exchange 1")
-        assert events.index("start exchange 2") < second < events.index("wait exchange 2")
-        first, second = (i for i, event in enumerate(events) if event == "experts backward")
-        # 4 and 5 bring the gradients of the results, 6 and 7 those of the tokens.
-        assert events.index("start exchange 5") < first < events.index("wait exchange 5")
-        assert events.index("start exchange 6") < second < events.index("wait exchange 6")
-
-
-def _fused_experts(world: World, size: int, dtype: torch.dtype) -> None:
-    """The whole layer with moe_mlp, which multiplies by the probabilities where it computes."""
-    if not world.member(size):
-        return
-    for name in CASES:
-        whole = problem(name, size, dtype)
-        w1 = torch.cat([whole.w1, whole.w1.flip(0)], 1).detach().mT  # gate and up
-        per_rank = NUM_EXPERTS // size
-        shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
-        expected = moe_mlp(whole.input, whole.plan(), w1, whole.w2.mT)
-        mine = whole.part(world.rank, size)
-
-        def here(
-            rows: torch.Tensor, plan: RoutingPlan, first: Any = w1[shard], second: Any = mine.w2.mT
-        ) -> torch.Tensor:
-            return moe_mlp(rows, plan, first, second)
-
-        output = expert_parallel(mine.input, mine.plan(), here, world.groups[size], chunks=2)
-        begin = sum(whole.counts[: world.rank])
-        tokens = slice(begin, begin + len(mine.input))
-        assert torch.equal(output, expected[tokens]), f"{name} on {size}, {dtype}: other bits"
-        alone = torch.autograd.grad(expected, [whole.input, whole.probs], whole.grad)
-        grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
-        for i, (got, want) in enumerate(zip(grads, alone, strict=True)):
-            # Rows and slots are summed in the same order: these gradients have the same bits too.
-            assert torch.equal(got, want[tokens]), f"{name} on {size}, {dtype}: gradient {i}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("size", [1, 4, 8])
-def test_moe_mlp_gives_the_bits_of_one_process(
-    on_ranks: OnRanks, size: int, dtype: torch.dtype
-) -> None:
-    on_ranks(_fused_experts, size, dtype)
-
-
-def _experts_of_a_moe_layer_are_sharded(world: World) -> None:
-    """A rank holds the router and its share of the experts of nn.MoE."""
-    whole = MoE(24, 20, NUM_EXPERTS, top_k=2, bias=True)
-    per_rank = NUM_EXPERTS // 8
-    mine = MoE(24, 20, per_rank, top_k=1, bias=True).experts
-    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
-    mine.load_state_dict({name: each[shard] for name, each in whole.experts.state_dict().items()})
-    x = torch.randn(8 * 5, 24)
-    everything = whole.route(x)
-    tokens = slice(5 * world.rank, 5 * world.rank + 5)
-    plan = RoutingPlan.from_choices(
-        everything.expert_ids[tokens], everything.probs[tokens], NUM_EXPERTS
-    )
-    output = expert_parallel(x[tokens], plan, mine, world.groups[8])
-    expected = whole(x, plan=everything)
-    assert torch.equal(output, expected[tokens])
-    grad = torch.randn(expected.shape)
-    exact = dict(
-        zip(whole.experts.state_dict(), expert_grads(whole.experts, expected, grad), strict=True)
-    )
-    got = dict(zip(mine.state_dict(), expert_grads(mine, output, grad[tokens]), strict=True))
-    for name, value in got.items():
-        torch.testing.assert_close(value, exact[name][shard])
-
-
-def _checkpointing_keeps_the_gradients_of_chunks(world: World) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    mine = problem("uneven", 8, torch.bfloat16).part(world.rank, 8)
-    weights = [mine.w1, mine.w2]
-
-    def layer(input: torch.Tensor, inside: bool = False) -> torch.Tensor:
-        def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-            return moe_mlp(rows, plan, mine.w1.mT, mine.w2.mT, gated=False)
-
-        def again(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-            return checkpoint(here, rows, plan, use_reentrant=False)
-
-        experts = again if inside else here
-        return expert_parallel(input, mine.plan(), experts, world.groups[8], chunks=3)
-
-    plain = torch.autograd.grad(layer(mine.input), weights, mine.grad)
-    inside = torch.autograd.grad(layer(mine.input, True), weights, mine.grad)
-    around = checkpoint(layer, mine.input, use_reentrant=False)
-    outside = torch.autograd.grad(around, weights, mine.grad)
-    checkpoint(layer, mine.input, use_reentrant=True).backward(mine.grad)
-    for got in (inside, outside, [weight.grad for weight in weights]):
-        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-
-
-ON_EIGHT = (
-    _processes_give_the_bits_of_one,
-    _a_mesh_serves_as_group,
-    _rows_arrive_in_the_order_of_one_process,
-    _float8_rounds_rows_and_keeps_gradients,
-    _experts_that_ignore_their_rows_do_not_hang_the_backward,
-    _checkpointing_gives_the_same_gradients,
-    _a_graph_can_be_differentiated_again,
-    _compile_does_not_break_around_it,
-    _experts_of_a_moe_layer_are_sharded,
-    _checkpointing_keeps_the_gradients_of_chunks,
-)
-
-
-@pytest.mark.parametrize("check", ON_EIGHT, ids=lambda check: check.__name__[1:])
-def test_on_eight_processes(on_ranks: OnRanks, check: Callable[[World], None]) -> None:
-    on_ranks(check)

@@ -7,21 +7,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from one_process import full_tensor
-from process_pool import World
+from one_process import SEED, one_process_engine, shards_of, train
+from run_ranks import on_threads
 from torch import distributed as dist
 
-from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import ordered_sum
 from fusedops.testing import threads
 
-SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
+STEPS, TOKENS = 2, 16
 MODELS: dict[str, dict[str, Any]] = {
     "losses": {"z_loss": 0.001},
     "bias": {
@@ -38,96 +37,51 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _new(model: str, dtype: torch.dtype, device: str = "cpu") -> Transformer:
-    config = replace(preset("tiny-mixtral"), **MODELS[model])
-    return Transformer(config, dtype=dtype, device=device)
+def _config(model: str) -> TransformerConfig:
+    return replace(preset("tiny-mixtral"), **MODELS[model])
 
 
-def train(
-    run: TrainEngine, computing: Callable[[], Any] = nullcontext
+def _engine(values: dict[str, Any], dtype: torch.dtype, name: str = "losses") -> TrainEngine:
+    model = Transformer(_config(name), dtype=dtype, device="meta")
+    return parallelize(model, ParallelConfig(**values), seed=SEED)
+
+
+def _trained(
+    rank: int,
+    values: dict[str, Any],
+    dtype: torch.dtype,
+    name: str = "losses",
+    computing: Callable[[], Any] = nullcontext,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the loss of each step, and weights and biases after the last one, whole."""
-    model: Any = run.model
-    optimizer = run.optimizer(lr=0.01)
-    generator = torch.Generator().manual_seed(3)
-    losses = []
-    for _ in range(STEPS):
-        shape = 2, SEQUENCES, TOKENS
-        batch = torch.randint(model.config.vocab_size, shape, generator=generator)
-        parts = [run.rows(each) for each in batch.transpose(0, 1).chunk(run.config.microbatches)]
-        shards = [run.shard_batch(*part.unbind(1), **_domains(run, part)) for part in parts]
-        count = run.count(torch.stack([shard.labels for shard in shards]))
-        losses.append(run.mean_loss(run.step(shards, count, computing=computing), count))
-        run.clip(0.1)
-        optimizer.step()
-        run.balance()
-        optimizer.zero_grad()
-    named = (*model.named_parameters(), *model.named_buffers())
-    return losses, {name: full_tensor(each) for name, each in named}
+    """Return the loss of each step, and weights and biases after the last one."""
+    steps = train(_engine(values, dtype, name), STEPS, computing=computing)
+    return [step.loss for step in steps], steps[-1].weights
 
 
-def _domains(run: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"domains": batch[:, 0] % 2} if run.model.config.domain_experts else {}
-
-
-def _trained(rank: int, values: dict[str, Any], dtype: torch.dtype, name: str = "losses") -> Any:
-    model = _new(name, dtype, "meta")
-    return train(parallelize(model, ParallelConfig(**values), seed=SEED))
-
-
-def _assert_one_process(name: str, values: dict[str, Any]) -> None:
-    """Assert that ranks have the losses, weights and biases of one process, in float64."""
-    alone = _new(name, torch.float64)
-    initialize(alone, SEED)
-    config = ParallelConfig(microbatches=values.get("microbatches", 1))
-    losses, weights = train(TrainEngine(alone, config))
-    ranks = ParallelConfig(**values).sizes.ranks
-    seen = set()
-    for found, parts in threads.run(_trained, ranks, values, torch.float64, name):
-        torch.testing.assert_close(found, losses)
-        for key, part in parts.items():
-            torch.testing.assert_close(part, weights[key], msg=lambda text, k=key: f"{k}: {text}")
-        seen |= parts.keys()
-    assert seen == weights.keys()
-
-
+OVERLAP = {"overlap_microbatches": True}
+STAGES = {"pp": 2, "dp": 2, "microbatches": 2}
 LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2-ep2": ("losses", {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4}),
     "ep4-nodes2-chunks2": ("losses", {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_chunks": 2}),
     "ep4-nodes2-reduce": ("losses", {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_reduce": "node"}),
     "bias-tp2-ep2-recompute": ("bias", {"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}),
-    "bias-pp2-dp2": ("bias", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
+    "bias-pp2-dp2": ("bias", STAGES | {"zero": 1}),
     "hash-pp2-tp2-sp": ("hash", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
     "hash-cp2-tp2-ep2": ("hash", {"cp": 2, "tp": 2, "ep": 2}),
-    "hash-tp2-overlap": ("hash", {"tp": 2, "overlap_microbatches": True}),
-    "hash-tp2-sp-ep2-overlap": (
-        "hash",
-        {"dp": 2, "tp": 2, "sp": True, "ep": 2, "overlap_microbatches": True},
-    ),
-    "bias-ep4-nodes2-overlap": (
-        "bias",
-        {"dp": 4, "ep": 4, "ep_nodes": 2, "overlap_microbatches": True},
-    ),
+    "hash-tp2-overlap": ("hash", {"tp": 2, **OVERLAP}),
+    "hash-tp2-sp-ep2-overlap": ("hash", {"dp": 2, "tp": 2, "sp": True, "ep": 2, **OVERLAP}),
+    "bias-ep4-nodes2-overlap": ("bias", {"dp": 4, "ep": 4, "ep_nodes": 2, **OVERLAP}),
     "pp2-ep2-zero_bubble-overlap": (
         "losses",
-        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "overlap_microbatches": True}
-        | {"pipeline_schedule": "zero_bubble"},
+        STAGES | OVERLAP | {"ep": 2, "pipeline_schedule": "zero_bubble"},
     ),
     "bias-pp2-ep2-zero2-overlap": (
         "bias",
-        {
-            "pp": 2,
-            "dp": 2,
-            "ep": 2,
-            "zero": 2,
-            "microbatches": 2,
-            "overlap_microbatches": True,
-            "recompute": "full",
-        },
+        STAGES | OVERLAP | {"ep": 2, "zero": 2, "recompute": "full"},
     ),
     "bias-tp2-recompute-overlap": (
         "bias",
-        {"tp": 2, "recompute": "full", "microbatches": 2, "overlap_microbatches": True},
+        OVERLAP | {"tp": 2, "recompute": "full", "microbatches": 2},
     ),
 }
 
@@ -135,7 +89,17 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.ci
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
-    _assert_one_process(*LIKE_ONE[case])
+    """Losses, weights and biases, in float64."""
+    name, values = LIKE_ONE[case]
+    *_, last = expected = train(
+        one_process_engine(_config(name), values.get("microbatches", 1)), STEPS
+    )
+    ranks, seen = ParallelConfig(**values).sizes.ranks, set()
+    for losses, weights in threads.run(_trained, ranks, values, torch.float64, name):
+        torch.testing.assert_close(losses, [step.loss for step in expected])
+        torch.testing.assert_close(weights, {name: last.weights[name] for name in weights})
+        seen |= weights.keys()
+    assert seen == last.weights.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,39 +119,22 @@ def test_sums_of_neighbours_are_parts_of_the_ordered_sum(ranks: int, dtype: torc
             assert torch.equal(ordered_sum(sums).to(dtype), whole)
 
 
-def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return label and ranks of the exchanges of a forward."""
-    config = ParallelConfig(dp=4, ep=4, **values)
-    model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED).model
+@pytest.mark.parametrize(
+    ("values", "of_four", "of_two"),
+    # Between two nodes, then between two ranks of one.
+    [({}, 2, 0), ({"ep_nodes": 2}, 0, 4), ({"ep_chunks": 2}, 4, 0)],
+    ids=str,
+)
+@on_threads(4)
+def test_nodes_and_chunks_are_those_of_the_exchange(
+    rank: int, values: dict[str, Any], of_four: int, of_two: int
+) -> None:
+    """Two layers exchange rows over four ranks or over two."""
+    model = _engine({"dp": 4, "ep": 4, **values}, torch.float32).model
     with collectives.recorded() as log:
         model(torch.arange(TOKENS)[None])
-    return [(call.label, call.ranks) for call in log.calls]
-
-
-def test_nodes_and_chunks_are_those_of_the_exchange() -> None:
-    layers, rows = 2, "tokens to experts"
-    found = [
-        Counter(threads.run(_exchanges, 4, values)[0])
-        for values in ({}, {"ep_nodes": 2}, {"ep_chunks": 2})
-    ]
-    assert [each[rows, 4] for each in found] == [layers, 0, 2 * layers]
-    # Between two nodes, then between two ranks of one.
-    assert [each[rows, 2] for each in found] == [0, 2 * layers, 0]
-
-
-def _steps(rank: int, values: dict[str, Any]) -> list[Counter[str]]:
-    """Return the labels of what a rank communicates in each of two steps."""
-    config = ParallelConfig(dp=2, ep=2, **values)
-    run = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
-    rows = run.rows(torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 64)
-    shards = [run.shard_batch(part, part) for part in rows.chunk(config.microbatches)]
-    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
-    labels = []
-    for _ in range(2):
-        with collectives.recorded() as log:
-            run.step(shards, count)
-        labels.append(Counter(call.label for call in log.calls))
-    return labels
+    sizes = [call.ranks for call in log.calls if call.label == "tokens to experts"]
+    assert (sizes.count(4), sizes.count(2)) == (of_four, of_two)
 
 
 STEPS_OF: dict[str, dict[str, Any]] = {
@@ -200,57 +147,55 @@ STEPS_OF: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", STEPS_OF)
-def test_only_the_first_step_is_validated_and_a_router_loss_is_summed_once(case: str) -> None:
+@on_threads(2)
+def test_only_the_first_step_is_validated_and_a_router_loss_is_summed_once(
+    rank: int, case: str
+) -> None:
     layers, values = 2, STEPS_OF[case]
-    parts = 2 if case == "overlap" else values.get("ep_chunks", 1)
+    run = _engine({"dp": 2, "ep": 2, "microbatches": 2, **values}, torch.float32)
+    shards, count = shards_of(run)
+    labels = []
+    for _ in range(2):
+        with collectives.recorded() as log:
+            run.step(shards, count)
+        labels.append(Counter(call.label for call in log.calls))
+    first, second = labels
+    # Of two halves the first one alone.
+    assert first["error vote"] == layers * values.get("ep_chunks", 1)
+    assert second["error vote"] == 0
     sums = 0 if case == "local" else 2 * layers
-    for first, second in threads.run(_steps, 2, values | {"microbatches": 2}):
-        # Of two halves the first one alone.
-        votes = layers * values.get("ep_chunks", 1)
-        assert first["error vote"] == votes and second["error vote"] == 0
-        assert first["router loss"] == second["router loss"] == sums
-        assert second["tokens to experts"] == 2 * layers * parts * (2 if case == "recompute" else 1)
+    assert first["router loss"] == second["router loss"] == sums
+    exchanges = {"overlap": 2, "chunks": 2, "recompute": 2}.get(case, 1)
+    assert second["tokens to experts"] == 2 * layers * exchanges
 
 
-def _router_loss(rank: int, router_loss: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the auxiliary loss of a rank, and that of one process with the tokens of the rank."""
-    config = ParallelConfig(dp=2, ep=2, router_loss=router_loss)
-    model: Any = parallelize(_new("losses", torch.float64, "meta"), config, seed=SEED).model
-    alone = _new("losses", torch.float64)
-    initialize(alone, SEED)
-    text = torch.arange(TOKENS)[None] * (3 * rank + 1)
-    losses = [each(text, text).auxiliary.detach() for each in (model, alone)]
-    return losses[0], losses[1]
+@pytest.mark.parametrize("router_loss", ["local", "global"])
+@on_threads(2)
+def test_a_local_router_loss_is_that_of_the_tokens_of_a_rank(rank: int, router_loss: str) -> None:
+    values = {"dp": 2, "ep": 2, "router_loss": router_loss}
+    alone, text = one_process_engine(_config("losses")), torch.arange(TOKENS)[None] * (3 * rank + 1)
+    models: list[Any] = [_engine(values, torch.float64).model, alone.model]
+    found, expected = (each(text, text).auxiliary.detach() for each in models)
+    assert torch.allclose(found, expected) == (router_loss == "local")
 
 
-def test_a_local_router_loss_is_that_of_the_tokens_of_a_rank() -> None:
-    for found, alone in threads.run(_router_loss, 2, "local"):
-        torch.testing.assert_close(found, alone)
-    assert any(
-        not torch.allclose(found, alone) for found, alone in threads.run(_router_loss, 2, "global")
-    )
-
-
-def _on_hosts(rank: int, nodes: int) -> str:
-    config = ParallelConfig(dp=4, ep=4, ep_nodes=nodes)
-    try:
-        parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_the_ranks_of_a_node_must_be_on_one_host() -> None:
-    for hosts, nodes, wrong in (
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "wrong"),
+    [
         ("aabb", 2, ""),
         ("aaaa", 2, ""),
         ("abab", 1, ""),
         ("abab", 2, "ranks 0 to 1 of ep are on a, b. Start the processes of a host with"),
         ("aabc", 2, "ranks 2 to 3 of ep are on b, c"),
-    ):
-        with mock.patch("socket.gethostname", lambda hosts=hosts: hosts[dist.get_rank()]):
-            errors = threads.run(_on_hosts, 4, nodes)
-        assert all(wrong in error and bool(wrong) == bool(error) for error in errors), errors
+    ],
+)
+@on_threads(4)
+def test_the_ranks_of_a_node_must_be_on_one_host(
+    rank: int, hosts: str, nodes: int, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: hosts[dist.get_rank()])
+    with pytest.raises(ValueError, match=wrong) if wrong else nullcontext():
+        _engine({"dp": 4, "ep": 4, "ep_nodes": nodes}, torch.float32)
 
 
 SAME: dict[str, dict[str, Any]] = {
@@ -280,29 +225,31 @@ def _assert_same_bits(found: list[Any]) -> None:
             assert torch.equal(weight, found[0][1][name]), name
 
 
-def _mixed(rank: int, values: dict[str, Any]) -> Any:
-    run = parallelize(_new("losses", torch.float32, "meta"), ParallelConfig(**values), seed=SEED)
-    return train(run, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+def _half() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def test_in_mixed_precision_rows_travel_in_the_dtype_of_the_products() -> None:
     """The loss before the first step is that of ranks that have all experts, to the bit."""
     exchanges = ({}, {"ep": 2}, {"ep": 2, "ep_chunks": 2})
-    found = [threads.run(_mixed, 2, {"dp": 2, **exchange})[0] for exchange in exchanges]
+    same = [{"ep": ep, "ep_deterministic": True} for ep in (1, 2)]
+    *found, one, other = (
+        threads.run(_trained, 2, {"dp": 2, **each}, torch.float32, "losses", _half)[0]
+        for each in (*exchanges, *same)
+    )
     assert found[0][0][0] == found[1][0][0] == found[2][0][0]
-    same = [{"dp": 2, "ep": ep, "ep_deterministic": True} for ep in (1, 2)]
-    _assert_same_bits([threads.run(_mixed, 2, each)[0] for each in same])
+    _assert_same_bits([one, other])
 
 
-def _on_processes(world: World) -> None:
+def _assert_same_bits_for_any_ep(rank: int) -> None:
     """Train on eight ranks; gloo adds what is no expert's in an order of its own."""
     values = {"dp": 8, "microbatches": 1, "ep_deterministic": True}
     _assert_same_bits(
-        [_trained(world.rank, values | {"ep": ep}, torch.float32, "eight") for ep in (1, 2, 8)]
+        [_trained(rank, values | {"ep": ep}, torch.float32, "eight") for ep in (1, 2, 8)]
     )
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_so_it_does_over_gloo(on_ranks: Callable[..., Any]) -> None:
-    on_ranks(_on_processes)
+def test_so_it_does_over_gloo(on_processes: Callable[..., Any]) -> None:
+    on_processes(_assert_same_bits_for_any_ep, 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 from expert_layer import experts, gradients, problem
-from process_pool import CONTEXT
+from run_ranks import start_process
 from torch import distributed as dist
 
 from fusedops.parallel import expert_parallel
 
 pytestmark = pytest.mark.distributed
 
-RANKS, GROUP_TIMEOUT = 3, 3.0
+RANKS, GROUP_TIMEOUT = 3, 2.0
 LOST = 1
 
 
-def _work(rank: int, store: str, step: str, connection: Any) -> None:
+def _work(connection: Any, rank: int, store: str, step: str) -> None:
     """Run layers until a rank is lost; tell what happened and how long it took."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -68,46 +67,37 @@ def _work(rank: int, store: str, step: str, connection: Any) -> None:
             time.sleep(10 * GROUP_TIMEOUT)  # its connections stay
 
 
-def _errors(tmp_path: Path, step: str, lose: Callable[[int], None] | None) -> list[str]:
+def _errors(folder: Path, step: str, lose: signal.Signals | None) -> list[str]:
     """Return the errors of the ranks that are not lost, or of all if none is."""
-    pipes = [CONTEXT.Pipe() for _ in range(RANKS)]
-    store = str(tmp_path / "store")
-    processes = [
-        CONTEXT.Process(target=_work, args=(rank, store, step, pipes[rank][1]), daemon=True)
-        for rank in range(RANKS)
-    ]
+    store = str(folder / "store")
+    started = [start_process(_work, rank, store, step) for rank in range(RANKS)]
     try:
-        for process in processes:
-            process.start()
-        for mine, _ in pipes:
+        for _, mine in started:
             assert mine.poll(60.0) and mine.recv() == "ready"
-        ranks = list(range(RANKS))
+        asked = started
         if lose is not None:
-            lost = processes[LOST].pid
-            assert lost is not None
-            lose(lost)
-            ranks.remove(LOST)
-        for rank in ranks:
-            pipes[rank][0].send("go")
+            os.kill(started[LOST][0].pid, lose)
+            asked = [each for each in started if each is not started[LOST]]
+        for _, mine in asked:
+            mine.send("go")
         errors = []
-        for rank in ranks:
-            assert pipes[rank][0].poll(4 * GROUP_TIMEOUT), f"rank {rank} hangs"
-            error, seconds = pipes[rank][0].recv()
-            assert seconds < 2 * GROUP_TIMEOUT, f"rank {rank} took {seconds} s"
+        for process, mine in asked:
+            assert mine.poll(4 * GROUP_TIMEOUT), f"{process.name} hangs"
+            error, seconds = mine.recv()
+            assert seconds < 2 * GROUP_TIMEOUT, f"{process.name} took {seconds} s"
             errors.append(error)
         return errors
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
             process.join()
 
 
 @pytest.mark.parametrize("step", ["forward", "backward"])
-@pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_raises_on_all_others(tmp_path: Path, how: signal.Signals, step: str) -> None:
     """Killed: the process is gone. Stopped: it is there but silent, as behind a cut link."""
-    number = signal.SIGKILL if way == "killed" else signal.SIGSTOP
-    for error in _errors(tmp_path, step, lambda lost: os.kill(lost, number)):
+    for error in _errors(tmp_path, step, how):
         assert error.startswith("RuntimeError"), error
 
 

@@ -1,24 +1,25 @@
-"""Who is with whom: the groups of a mesh, as numbers and as process groups."""
+"""Groups of a mesh, errors that their ranks tell each other, and groups of their hosts."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from process_pool import World
+from run_ranks import on_threads
 from torch import distributed as dist
 
-from fusedops._core.collectives import all_gather_single
 from fusedops.parallel import Sizes, make_mesh, rank_groups
-from fusedops.parallel.mesh import connect
-from fusedops.testing import threads
+from fusedops.parallel.collective_errors import gather_objects, raise_on_all, vote
+from fusedops.parallel.comm import host_groups
+from fusedops.parallel.comm.host_groups import host_group
 
-OnRanks = Callable[..., list[Any]]
-
+OnProcesses = Callable[..., list[Any]]
 DENSE = {"pp": "dct", "dp": "pct", "cp": "pdt", "tp": "pdc", "data": "pt", "stage": "p"}
 
 
@@ -50,17 +51,7 @@ def test_groups_of_4096_ranks_take_less_than_two_seconds() -> None:
     begin = time.process_time()
     groups = rank_groups(sizes)
     assert time.process_time() - begin < 2
-    assert {name: (len(group), len(group[0])) for name, group in groups.items()} == {
-        "pp": (512, 8),
-        "dp": (256, 16),
-        "cp": (1024, 4),
-        "tp": (512, 8),
-        "data": (64, 64),
-        "stage": (8, 512),
-        "edp": (2048, 2),
-        "ep": (128, 32),
-        "expert_data": (256, 16),
-    }
+    assert all(len(group) * len(group[0]) == 8 * 16 * 4 * 8 for group in groups.values())
 
 
 @pytest.mark.parametrize(
@@ -81,83 +72,126 @@ def test_without_torch_distributed_a_mesh_says_what_to_call() -> None:
         make_mesh(Sizes())
 
 
-NAMES = ("pp", "dp", "cp", "tp", "data", "edp", "ep", "expert_data", "stage")
-
-
-def _members(world: World, sizes: Sizes) -> dict[str, list[int]]:
-    """Return the ranks of each group of this process, as the group and as a gather tell them."""
-    mesh = make_mesh(sizes)
-    found = {}
-    for name in NAMES:
-        ranks = dist.get_process_group_ranks(mesh.group(name))
-        gathered = torch.empty(len(ranks), dtype=torch.int64)
-        all_gather_single(gathered, torch.tensor([world.rank]), group=mesh.group(name))
-        assert gathered.tolist() == ranks
-        assert ranks[mesh.rank(name)] == world.rank
-        found[name] = ranks
-    return found
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "sizes",
     [Sizes(dp=2, cp=2, tp=2, ep=2), Sizes(dp=4, tp=2, ep=2), Sizes(pp=2, dp=2, cp=2, ep=4)],
     ids=["dp2cp2tp2ep2", "dp4tp2ep2", "pp2dp2cp2ep4"],
 )
-def test_a_mesh_has_the_groups_of_the_pure_function(on_ranks: OnRanks, sizes: Sizes) -> None:
-    expected = rank_groups(sizes)
-    for rank, answer in enumerate(on_ranks(_members, sizes)):
-        for name, ranks in answer.items():
-            assert ranks == next(each for each in expected[name] if rank in each), (rank, name)
+@on_threads(8)
+def test_a_mesh_has_the_groups_of_the_pure_function(rank: int, sizes: Sizes) -> None:
+    mesh, expected = make_mesh(sizes), rank_groups(sizes)
+    for name in expected:
+        ranks = dist.get_process_group_ranks(mesh.group(name))
+        gathered = [None] * len(ranks)
+        dist.all_gather_object(gathered, rank, group=mesh.group(name))
+        assert gathered == ranks == next(each for each in expected[name] if rank in each), name
+        assert ranks[mesh.rank(name)] == rank
 
 
-def _refused(world: World) -> str:
-    try:
-        make_mesh(Sizes(dp=2, tp=3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.distributed
-def test_a_mesh_of_another_world_size_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
+@on_threads(8)
+def test_a_mesh_of_another_world_size_is_refused_on_every_rank(rank: int) -> None:
     words = "pp x dp x cp x tp = 1 x 2 x 1 x 3 = 6 must be the 8 processes"
-    assert all(words in answer for answer in on_ranks(_refused))
+    with pytest.raises(ValueError, match=words):
+        make_mesh(Sizes(dp=2, tp=3))
 
 
-def _connected(rank: int) -> set[str]:
-    """Return the groups of more than one rank, by the name that torch has for each."""
-    mesh = make_mesh(Sizes(pp=2, dp=2, tp=2, ep=2))
-    connect(mesh, torch.device("cpu"))
-    groups = [mesh.group(name) for name in rank_groups(mesh.sizes)]
-    return {group.group_name for group in groups if group.size() > 1}
+RANKS, WRONG = 4, 2
+CPU = torch.device("cpu")
 
 
-def test_each_group_begins_with_a_collective_of_all_its_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL hangs where the first communication of a group is a transfer that some ranks skip."""
-    began: dict[int, set[str]] = {rank: set() for rank in range(8)}
-    original = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        began[dist.get_rank()].add(group.group_name)
-        original(tensor, group=group)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    for rank, groups in enumerate(threads.run(_connected, 8)):
-        assert began[rank] == groups and len(groups) == 7
+def assert_works() -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == RANKS
 
 
-def test_groups_of_gpus_are_connected_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedops.parallel import mesh as module
+@on_threads(RANKS)
+def test_an_error_of_one_rank_is_raised_on_all(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="^{2: 'the disk is full'}$"):
+        with raise_on_all(OSError, lambda errors: RuntimeError(str(errors)), dist.group.WORLD):
+            if rank == WRONG:
+                raise OSError("the disk is full")
+    assert_works()
 
-    devices: list[torch.device] = []
-    monkeypatch.setattr(module, "connect", lambda mesh, device: devices.append(device))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        make_mesh(Sizes(), device_type="cuda")
-    finally:
-        dist.destroy_process_group()
-    assert devices == [torch.device("cuda", 3)]
+
+@pytest.mark.parametrize(
+    ("kind", "report"),
+    [
+        (TypeError, "got an argument of a wrong type"),
+        (ValueError, "got arguments that do not fit each other or the group"),
+    ],
+)
+@on_threads(RANKS)
+def test_a_vote_names_the_rank_and_its_error(rank: int, kind: type[Exception], report: str) -> None:
+    expected = (kind, "^mine$") if rank == WRONG else (ValueError, f"^op: rank 2 of .* {report}$")
+    with pytest.raises(expected[0], match=expected[1]):
+        vote("op", [dist.group.WORLD], kind("mine") if rank == WRONG else None)
+    assert_works()
+
+
+def test_without_a_group_only_the_given_kinds_are_converted() -> None:
+    with pytest.raises(RuntimeError, match=r"\{0: 'wrong'\}"):
+        with raise_on_all(ValueError, lambda errors: RuntimeError(str(errors)), None):
+            raise ValueError("wrong")
+    with pytest.raises(KeyError):
+        with raise_on_all(ValueError, lambda errors: RuntimeError(str(errors)), None):
+            raise KeyError("other")
+
+
+# There is no GPU here: a group of gloo is said not to take what it does take, as one of NCCL.
+
+
+def _connected(rank: int, disconnected: int | None) -> tuple[bool, bool, float | None]:
+    """Return whether the companion is another group, the same the second time, and a sum."""
+    group: Any = dist.new_group(list(range(RANKS)))
+    assert host_group(group, CPU) is group
+    takes, companion = host_groups._takes_cpu, host_groups._companion
+    if rank == disconnected:
+        companion = lambda *_: None  # noqa: E731
+    with (
+        mock.patch.object(host_groups, "_takes_cpu", lambda g: g is not group and takes(g)),
+        mock.patch.object(host_groups, "_TIME_TO_CONNECT", timedelta(seconds=1)),
+        mock.patch.object(host_groups, "_companion", companion),
+    ):
+        first, second = (host_group(group, CPU) for _ in range(2))
+    total = None
+    if first is not None:
+        numbers = torch.tensor([float(rank)])
+        dist.all_reduce(numbers, group=first)
+        total = float(numbers)
+    dist.barrier()
+    return first is not None and first is not group, first is second, total
+
+
+def test_a_companion_joins_the_same_ranks(on_processes: OnProcesses) -> None:
+    assert on_processes(_connected, RANKS, None) == [(True, True, float(sum(range(RANKS))))] * RANKS
+
+
+def test_none_uses_a_companion_that_one_rank_lacks(on_processes: OnProcesses) -> None:
+    assert on_processes(_connected, RANKS, 3) == [(False, True, None)] * RANKS
+
+
+def _gathered(rank: int) -> bool:
+    """Gather objects over a group that takes no tensors on the CPU, and has a group for hosts."""
+    ranks = list(range(RANKS))
+    group, hosts = dist.new_group(ranks), dist.new_group(ranks)
+    host_groups.register(group, hosts)
+    takes = host_groups._takes_cpu
+    used: list[Any] = []
+
+    def gather(values: list[Any], value: Any, group: Any) -> None:
+        used.append(group)
+        gather_object(values, value, group=group)
+
+    gather_object = dist.all_gather_object
+    with (
+        mock.patch.object(host_groups, "_takes_cpu", lambda g: g is not group and takes(g)),
+        mock.patch.object(dist, "all_gather_object", gather),
+    ):
+        assert gather_objects(rank, group) == ranks
+    dist.barrier()
+    return used == [hosts]
+
+
+def test_objects_are_gathered_by_the_group_of_hosts(on_processes: OnProcesses) -> None:
+    assert on_processes(_gathered, RANKS) == [True] * RANKS

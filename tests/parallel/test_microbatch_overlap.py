@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from process_pool import World
-from split_layers import whole
+from one_process import full_tensor
+from run_ranks import on_threads
 
 from fusedops import memory
 from fusedops._core.checks import UnsupportedError
@@ -23,6 +23,7 @@ from fusedops.testing import threads
 
 MARKS = runpy.run_path(str(Path(__file__).parents[2] / "docs/gen_microbatch_overlap.py"))
 LAYERS, SEQUENCES, TOKENS = 3, 4, 12
+TP_SP = {"tp": 2, "sp": True}
 EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")
 
 
@@ -106,13 +107,7 @@ def _is_of(kinds: tuple[str, ...]) -> Callable[[_Window], bool]:
 # Layers whose weights come and go are called one by one: there the halves meet after each.
 OVERLAPS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
     "tp2": ("tiny-gpt2", {"tp": 2}, ("all_reduce",), 4 * LAYERS, 1),
-    "tp2-sp": (
-        "tiny-gpt2",
-        {"tp": 2, "sp": True},
-        ("all_gather", "reduce_scatter"),
-        8 * LAYERS,
-        2,
-    ),
+    "tp2-sp": ("tiny-gpt2", TP_SP, ("all_gather", "reduce_scatter"), 8 * LAYERS, 2),
     "dp2-tp2-zero3": (
         "tiny-gpt2",
         {"dp": 2, "tp": 2, "zero": 3, "bucket_layers": (0, 1, 2)},
@@ -139,7 +134,7 @@ def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) 
 
 def test_gradients_of_norms_and_biases_are_summed_with_their_layer() -> None:
     """Not after all layers: buckets of data parallelism would wait for them."""
-    values = {"tp": 2, "sp": True, "overlap_microbatches": True}
+    values = TP_SP | {"overlap_microbatches": True}
     with MARKS["backward_marked"]():
         logs = threads.run(_recorded, 2, "tiny-gpt2", values)
     for _, backward in logs:
@@ -158,68 +153,50 @@ def _pair(name: str, **values: Any) -> list[TrainEngine]:
     return [_engine(name, **values, overlap_microbatches=overlaps) for overlaps in (False, True)]
 
 
-def _both(rank: int, name: str, values: dict[str, Any]) -> None:
+def _assert_bits_of_activations(rank: int, name: str, values: dict[str, Any]) -> None:
+    """Compare the loss, and the gradient of the first activation, which the table of words gets."""
     expected, found = _pair(name, **values)
     assert torch.equal(_step(found)[0], _step(expected)[0])
-    words, plain = (whole(each.model.embedding.tokens.weight.grad) for each in (found, expected))
-    assert torch.equal(words, plain)
+    tables = [each.model.embedding.tokens.weight for each in (found, expected)]
+    assert torch.equal(*(full_tensor(table.grad) for table in tables))
 
 
-SPLIT: dict[str, dict[str, Any]] = {
-    "tp2": {"tp": 2},
-    "tp2-sp-dropout": {"tp": 2, "sp": True, "overlap": False, "dropout": 0.2},
-    "tp2-dropout": {"tp": 2, "dropout": 0.2},
-}
+@pytest.mark.parametrize("more", [{}, {"sp": True, "overlap": False, "dropout": 0.2}], ids=str)
+def test_the_loss_and_gradients_of_activations_keep_their_bits(more: dict[str, Any]) -> None:
+    """Dropout drops what it drops without overlap."""
+    threads.run(_assert_bits_of_activations, 2, "tiny-llama", {"tp": 2} | more)
 
 
-@pytest.mark.parametrize("case", SPLIT)
-def test_the_loss_and_gradients_of_activations_keep_their_bits(case: str) -> None:
-    """What the table of words gets is the gradient of the first activation, token by token.
-
-    Dropout drops what it drops without overlap.
-    """
-    threads.run(_both, 2, "tiny-llama", SPLIT[case])
-
-
-def _rounded(rank: int) -> dict[str, float]:
-    """Return which part of a weight's gradient has other bits with overlap."""
+@on_threads(2)
+def test_gradients_of_experts_are_added_in_float32(rank: int) -> None:
+    """Of other weights autograd adds the two halves' gradients in bfloat16, a rounding more."""
     models = _pair("tiny-mixtral", layers=1, dtype=torch.bfloat16, dp=2, ep=2)
     for model in models:
         _step(model)
-    one, two = ({n: whole(p.grad) for n, p in each.model.named_parameters()} for each in models)
-    return {name: float((one[name] != two[name]).double().mean()) for name in one}
+    named = [model.model.named_parameters() for model in models]
+    one, two = ({name: full_tensor(p.grad) for name, p in each} for each in named)
+    differ = {name: float((one[name] != two[name]).double().mean()) for name in one}
+    experts = max(part for name, part in differ.items() if ".experts." in name)
+    assert 10 * experts < differ["layers.0.attention.query.weight"]
 
 
-def test_gradients_of_experts_are_added_in_float32() -> None:
-    """Of other weights autograd adds the two halves' gradients in bfloat16, a rounding more."""
-    for differ in threads.run(_rounded, 2):
-        experts = max(part for name, part in differ.items() if ".experts." in name)
-        assert 10 * experts < differ["layers.0.attention.query.weight"]
-
-
-def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
+@on_threads(4)
+def test_weights_are_gathered_once_for_both_halves(rank: int) -> None:
+    """Those of experts too, which other ranks share than the rest of a layer."""
     found = []
-    for engine in _pair("tiny-mixtral", layers=1, **values):
+    for engine in _pair("tiny-mixtral", layers=1, dp=4, ep=2, zero=3):
         logs = _step(engine)[1:]
         weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
         found.append((len(weights), sum(weight.bytes for weight in weights)))
-    return found
+    assert found[0] == found[1] and found[0][0] > 0
 
 
-def test_weights_are_gathered_once_for_both_halves() -> None:
-    """Those of experts too, which other ranks share than the rest of a layer."""
-    for once, both in threads.run(_gathered, 4, {"dp": 4, "ep": 2, "zero": 3}):
-        assert once == both and once[0] > 0
-
-
-def _under_autocast(rank: int) -> None:
+@on_threads(2)
+def test_autocast_lowers_what_travels_to_experts(rank: int) -> None:
+    """The loss has the bits of experts that are all here, with one exchange or two."""
     losses = []
-    divided: tuple[dict[str, Any], ...] = (
-        {"ep_deterministic": True},
-        {"overlap_microbatches": False},
-        {"overlap_microbatches": True},
-    )
-    for values in ({}, *({"ep": 2, **each} for each in divided)):
+    overlaps = [{"ep": 2, "overlap_microbatches": overlap} for overlap in (False, True)]
+    for values in ({}, {"ep": 2, "ep_deterministic": True}, *overlaps):
         engine: Any = _engine("tiny-mixtral", layers=1, dp=2, **values)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(_step(engine)[0])
@@ -227,14 +204,9 @@ def _under_autocast(rank: int) -> None:
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
-def test_autocast_lowers_what_travels_to_experts() -> None:
-    """The loss has the bits of experts that are all here, with one exchange or two."""
-    threads.run(_under_autocast, 2)
-
-
 def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """Return the loss of the second of two steps, and the gradients of both."""
-    run = _engine(name, layers=4, pp=2, microbatches=2, pipeline_cuts=(2,), **values)
+    run = _engine(name, layers=2, pp=2, microbatches=2, pipeline_cuts=(1,), **values)
     model: Any = run.model
     generator = torch.Generator().manual_seed(1)
     shape = 2, 3 * run.data_ranks, TOKENS + 1  # halves of two and of one
@@ -243,7 +215,7 @@ def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dic
     count = run.count(torch.stack([shard.labels for shard in shards]))
     for seed in (1, 2):
         losses = run.step(shards, count, seed=torch.tensor([seed, 2]))
-    grads = {key: whole(parameter.grad) for key, parameter in model.named_parameters()}
+    grads = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
     return float(run.mean_loss(losses, count)), grads
 
 
@@ -275,51 +247,9 @@ def test_in_a_pipeline_both_halves_of_each_micro_batch_take_turns(case: str) -> 
             assert torch.equal(words, two[1]["embedding.tokens.weight"])
 
 
-def _on_processes(world: World) -> None:
-    _both(world.rank, "tiny-llama", {"tp": 2, "sp": True, "overlap": False})
-
-
 @pytest.mark.distributed
-def test_on_processes(on_two_ranks: Callable[..., Any]) -> None:
-    on_two_ranks(_on_processes)
-
-
-def _compiled(world: World, name: str) -> None:
-    values = {"dp": 2, "ep": 2} if name == "tiny-mixtral" else {"tp": 2}
-    found = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        run = _engine(name, layers=1, dropout=0.2, overlap_microbatches=True, **values)
-        model: Any = run.model
-        call = torch.compile(model, backend="aot_eager") if compiled else model
-        text = torch.arange(4)[:, None] + torch.arange(TOKENS + 1)
-        output = call(text[:, :-1], text[:, 1:], seed=torch.tensor([1, 2]))
-        loss = run.loss(output, torch.tensor(4 * TOKENS))
-        loss.backward()
-        found.append((loss.detach(), whole(model.embedding.tokens.weight.grad)))
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-mixtral"])
-def test_compiled_code_takes_the_batch_whole(on_two_ranks: Callable[..., Any], name: str) -> None:
-    """With the bits of the halves in eager mode."""
-    on_two_ranks(_compiled, name)
-
-
-def _refused(rank: int, name: str, policy: str | None) -> str:
-    """Return how many sequences ran as a batch, and the error of the next batch."""
-    ran = 0
-    try:
-        engine = _engine(name, tp=2, overlap_microbatches=True)
-        if policy is not None:
-            memory.apply(engine.model, memory.Policy(memory.recompute(policy)))
-        for sequences in (1, 2):
-            engine.model(torch.arange(4 * sequences).reshape(-1, 4))
-            ran = sequences
-    except UnsupportedError as error:
-        return f"{ran}: {error}"
-    return ""
+def test_on_processes(on_processes: Callable[..., Any]) -> None:
+    on_processes(_assert_bits_of_activations, 2, "tiny-llama", TP_SP | {"overlap": False})
 
 
 @pytest.mark.parametrize(
@@ -331,20 +261,35 @@ def _refused(rank: int, name: str, policy: str | None) -> str:
         ("tiny-pangu", None, "overlap_microbatches must be False for a model with query"),
     ],
 )
-def test_what_phases_cannot_run_is_refused(name: str, policy: str | None, message: str) -> None:
+@on_threads(2)
+def test_what_phases_cannot_run_is_refused(
+    rank: int, name: str, policy: str | None, message: str
+) -> None:
     """A policy for a module whose parts run in phases has no effect; one sequence is not split."""
-    for error in threads.run(_refused, 2, name, policy):
-        assert message in error and error.startswith("0: " if policy is None else "1: ")
+    ran = 0
+    with pytest.raises(UnsupportedError, match=message):
+        engine = _engine(name, tp=2, overlap_microbatches=True)
+        if policy is not None:
+            memory.apply(engine.model, memory.Policy(memory.recompute(policy)))
+        for sequences in (1, 2):
+            engine.model(torch.arange(4 * sequences).reshape(-1, 4))
+            ran = sequences
+    assert ran == (0 if policy is None else 1)
 
 
-def test_what_has_no_halves_is_refused() -> None:
-    with pytest.raises(TypeError, match="overlap_microbatches must be a bool"):
-        ParallelConfig(tp=2, overlap_microbatches=2)
-    with pytest.raises(ValueError, match="must be False with mode 'manual'"):
-        ParallelConfig(mode="manual", overlap_microbatches=True)
-    with pytest.raises(UnsupportedError, match="must be False with ep_deterministic"):
-        ParallelConfig(dp=2, ep=2, ep_deterministic=True, overlap_microbatches=True)
-    with pytest.raises(ValueError, match="must be False with tp 1 and ep 1, where no comm"):
-        ParallelConfig(dp=2, cp=2, overlap_microbatches=True)
-    with pytest.raises(UnsupportedError, match="must be False with offload 'experts'"):
-        ParallelConfig(offload=("experts",), overlap_microbatches=True)
+@pytest.mark.parametrize(
+    ("values", "kind", "says"),
+    [
+        ({"tp": 2, "overlap_microbatches": 2}, TypeError, "overlap_microbatches must be a bool"),
+        ({"mode": "manual"}, ValueError, "must be False with mode 'manual'"),
+        ({"dp": 2, "ep": 2, "ep_deterministic": True}, UnsupportedError, "with ep_deterministic"),
+        ({"dp": 2, "cp": 2}, ValueError, "must be False with tp 1 and ep 1, where no comm"),
+        ({"offload": ("experts",)}, UnsupportedError, "must be False with offload 'experts'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_has_no_halves_is_refused(
+    values: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        ParallelConfig(**{"overlap_microbatches": True, **values})

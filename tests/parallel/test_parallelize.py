@@ -6,24 +6,13 @@ In float64, so that what is left are differences of order, and any of meaning is
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from one_process import (
-    SEED,
-    TOKENS,
-    Step,
-    assert_one_process,
-    full_tensor,
-    one_process_step,
-    run_step,
-    tiny,
-    token_batch,
-)
-from process_pool import World
+from one_process import SEED, Step, assert_one_process, full_tensor, run_step, shards_of, tiny
+from run_ranks import on_threads
 from torch import nn
 
 from fusedops import UnsupportedError
@@ -31,10 +20,9 @@ from fusedops.checkpoint.tensors import State
 from fusedops.generation import generate
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 
 
 def _config(name: str, **changes: Any) -> Any:
@@ -51,6 +39,7 @@ def _assert_parity(
 
 
 KEPT = {"mp_comm_recompute": False}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 # Name of the model, sizes and options, ranks. Where one process has values of a model already, not
 # on meta, those of rank 0 count. Sequences of several documents are attended one by one.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,21 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dp": 2, "offload": ("optimizer", "activations"), "microbatches": 2},
     ),
     "dp2-tp2-cp2-sp-zero2": ("tiny-qwen3", {"dp": 2, "tp": 2, "cp": 2, "sp": True, "zero": 2}),
-    "tp2-recompute-sliced": (
-        "tiny-gpt2",
-        {"tp": 2, "recompute": "full", "recompute_slice_activation": True},
-    ),
-    "tp2-recompute-kept": ("tiny-gpt2", {"tp": 2, "recompute": "full"} | KEPT),
-    "tp2-sp-recompute-kept": ("tiny-llama", {"tp": 2, "sp": True, "recompute": "full"} | KEPT),
-    "tp2-recompute-first-layer": (
-        "tiny-llama",
-        {"tp": 2, "recompute": "full", "recompute_layers": 1},
-    ),
-    "dp2-selective-first-layer": (
-        "tiny-mixtral",
-        {"dp": 2, "recompute": "selective", "recompute_layers": 1},
-    ),
-    "dp2-selective": ("tiny-gpt2", {"dp": 2, "recompute": "selective"}),
+    "tp2-recompute-sliced": ("tiny-gpt2", FULL | {"tp": 2, "recompute_slice_activation": True}),
+    "tp2-recompute-kept": ("tiny-gpt2", FULL | KEPT | {"tp": 2}),
+    "tp2-sp-recompute-kept": ("tiny-llama", FULL | KEPT | {"tp": 2, "sp": True}),
+    "tp2-recompute-first-layer": ("tiny-llama", FULL | {"tp": 2, "recompute_layers": 1}),
+    "dp2-selective-first-layer": ("tiny-mixtral", SELECTIVE | {"dp": 2, "recompute_layers": 1}),
+    "dp2-selective": ("tiny-gpt2", SELECTIVE | {"dp": 2}),
     "dp4-replicas": ("tiny-llama", {"dp": 4, "zero": 2, "shard_ranks": 2}),
     "dp2-left-whole": (
         "tiny-llama",
@@ -92,11 +72,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-tp2-sp": ("tiny-bert", {"tp": 2, "sp": True}),
     "pangu-tp2-sp": ("tiny-pangu", {"tp": 2, "sp": True}),
     "alibi-tp2-cp2": ("tiny-alibi", {"tp": 2, "cp": 2}),
+    "alibi-cp2-ulysses": ("tiny-alibi", {"cp": 2, "context": "all_to_all"}),
+    "pangu-cp2": ("tiny-pangu", {"cp": 2}),
+    "pangu-cp2-ulysses": ("tiny-pangu", {"cp": 2, "context": "all_to_all"}),
     "mixtral-tp2-sp": ("tiny-mixtral", {"tp": 2, "sp": True}),
     "mixtral-dp2-tp2-zero3": ("tiny-mixtral", {"dp": 2, "tp": 2, "zero": 3}),
 }
 GIVEN = ("dp2", "tp2")
-DOCUMENTS = ("cp2", "tp4-sp", "dp2-tp2-cp2-sp-zero2")
 
 
 def _ranks(values: dict[str, Any]) -> int:
@@ -108,7 +90,7 @@ def _ranks(values: dict[str, Any]) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_one_process(case: str) -> None:
     name, values = CASES[case]
-    given, documents = case in GIVEN, case in DOCUMENTS
+    given, documents = case in GIVEN, "cp2" in case or case == "tp4-sp"
     threads.run(
         lambda rank: _assert_parity(rank, name, values, not given, documents), _ranks(values)
     )
@@ -162,38 +144,35 @@ CALLS: dict[str, Call] = {
 }
 
 
-def _steps_with(rank: int, values: dict[str, Any], call: Call | None, moment: int) -> list[Any]:
-    """Make two steps with a call at a moment of each; return norms and weights."""
+def _steps_with(values: dict[str, Any], call: Call | None) -> list[Any]:
+    """Make a step with a call after clipping, and one with a call before it.
+
+    Returns the norms and the weights.
+    """
     name = "tiny-mixtral" if "ep" in values else "tiny-llama"
     model = Transformer(_config(name), dtype=torch.float64, device="meta")
     run = parallelize(model, ParallelConfig(**values), seed=SEED)
     optimizer, results = run.optimizer(lr=0.01), []
-    tokens, labels, *_ = token_batch(model.config.vocab_size, False)
-    parts = zip(tokens.chunk(2), labels.chunk(2), strict=True)
-    shards = [run.shard_batch(*map(run.rows, part)) for part in parts]
-    count = run.count(torch.stack([shard.labels for shard in shards]))
+    shards, count = shards_of(run)
 
-    def moment_is(number: int) -> None:
-        if call is not None and number == moment:
-            call(run, shards)
-
-    for _ in range(2):
+    for step in range(2):
         run.step(shards, count)
-        moment_is(0)
+        if call is not None and step == 1:
+            call(run, shards)
         results.append(run.clip(0.1))
-        moment_is(1)
+        if call is not None and step == 0:
+            call(run, shards)
         optimizer.step()
         optimizer.zero_grad()
     return results + [full_tensor(parameter) for parameter in model.parameters()]
 
 
 def _assert_calls_change_nothing(rank: int, values: dict[str, Any]) -> None:
-    expected = _steps_with(rank, values, None, 0)
+    expected = _steps_with(values, None)
     calls = {"begin": CALLS["begin"]} if "ep" in values else CALLS
-    for (name, call), moment in itertools.product(calls.items(), range(2)):
-        results = _steps_with(rank, values, call, moment)
-        for result, value in zip(results, expected, strict=True):
-            assert torch.equal(result, value), f"{name} at moment {moment}"
+    for name, call in calls.items():
+        for result, value in zip(_steps_with(values, call), expected, strict=True):
+            assert torch.equal(result, value), name
 
 
 @pytest.mark.parametrize(
@@ -205,22 +184,6 @@ def test_calls_between_backward_and_step_change_no_bits(values: dict[str, Any]) 
     threads.run(_assert_calls_change_nothing, values["dp"], values | {"microbatches": 2})
 
 
-# What is promised: all of these that fit 8 processes.
-PROMISED = [
-    {"dp": dp, "tp": tp, "cp": cp, "zero": zero, "sp": sp, "offload": offload}
-    for dp, tp, cp, zero in itertools.product((1, 2), repeat=4)
-    for sp in (False, True)
-    for offload in ((), ("optimizer", "activations"))
-    if tp > 1 or not sp
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("values", PROMISED, ids=lambda v: "-".join(map(str, v.values())))
-def test_all_that_is_promised(values: dict[str, Any]) -> None:
-    threads.run(lambda rank: _assert_parity(rank, "tiny-llama", values), _ranks(values))
-
-
 EXPERTS = {
     "ep4": {"dp": 8, "ep": 4},
     "ep2-zero3": {"dp": 8, "ep": 2, "zero": 3},
@@ -229,45 +192,17 @@ EXPERTS = {
 }
 
 
-def _on_processes(world: World, name: str, values: dict[str, Any]) -> None:
-    _assert_parity(world.rank, name, values)
-
-
 @pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", EXPERTS)
-def test_experts_on_processes(on_ranks: OnRanks, case: str) -> None:
-    on_ranks(_on_processes, "tiny-mixtral", EXPERTS[case])
+def test_experts_on_processes(on_processes: OnProcesses, case: str) -> None:
+    on_processes(_assert_parity, 8, "tiny-mixtral", EXPERTS[case])
 
 
 @pytest.mark.distributed
-def test_all_modes_on_processes(on_ranks: OnRanks) -> None:
+def test_all_modes_on_processes(on_processes: OnProcesses) -> None:
     values = {"dp": 2, "cp": 2, "tp": 2, "sp": True, "zero": 3, "recompute": "full"}
-    on_ranks(_on_processes, "tiny-llama", values)
-
-
-def _counted(rank: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
-    config = ParallelConfig(tp=2, sp=sequence, overlap=False)
-    model = Transformer(_config("tiny-llama"), device="meta")
-    parallelize(model, config, seed=SEED)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    with collectives.recorded() as forward:
-        output = model(tokens, tokens)
-    with collectives.recorded() as backward:
-        output.total.backward()
-    return forward.counts(), backward.counts()
-
-
-def test_a_layer_takes_two_communications_forward_and_two_backward() -> None:
-    """Beside them: one for the embedding, one for the head, the loss, and the norms' gradients."""
-    layers = 2
-    forward, backward = threads.run(lambda rank: _counted(rank, False), 2)[0]
-    assert forward == {"all_reduce": 2 * layers + 1, "all_gather": 1}
-    assert backward == {"all_reduce": 2 * layers + 1}
-    forward, backward = threads.run(lambda rank: _counted(rank, True), 2)[0]
-    assert forward == {"reduce_scatter": 2 * layers + 1, "all_gather": 2 * layers + 2}
-    both = {"reduce_scatter": 2 * layers + 1, "all_gather": 2 * layers + 1}
-    assert backward == both | {"all_reduce": 2 * layers + 1}
+    on_processes(_assert_parity, 8, "tiny-llama", values)
 
 
 class _Plain(nn.Module):
@@ -281,7 +216,10 @@ class _Plain(nn.Module):
         return x
 
 
-def _manual(rank: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [0, 3])
+@on_threads(2)
+def test_a_model_that_calls_the_primitives_itself(rank: int, zero: int) -> None:
+    """Mode ``manual`` leaves the model as it is, and sums its gradients."""
     torch.manual_seed(0)
     whole = _Plain()
     mine = copy.deepcopy(whole)
@@ -293,13 +231,8 @@ def _manual(rank: int, zero: int) -> None:
         torch.testing.assert_close(full_tensor(a.grad), b.grad)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_model_that_calls_the_primitives_itself(zero: int) -> None:
-    """Mode ``manual`` leaves the model as it is, and sums its gradients."""
-    threads.run(lambda rank: _manual(rank, zero), 2)
-
-
-def _refusals(rank: int) -> None:
+@on_threads(6)
+def test_what_does_not_fit_is_told_with_what_would(rank: int) -> None:
     model = Transformer(_config("tiny-llama"), device="meta")
     sparse = Transformer(_config("tiny-mixtral"), device="meta")
     wrong = [
@@ -332,78 +265,50 @@ def _refusals(rank: int) -> None:
         run.rows(torch.zeros(4, 2))
 
 
-def test_what_does_not_fit_is_told_with_what_would() -> None:
-    threads.run(_refusals, 6)
-
-
 def test_without_torch_distributed_it_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="parallelize: torch.distributed is not initialised"):
         parallelize(Transformer(_config("tiny-llama"), device="meta"), ParallelConfig(dp=2))
 
 
-def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
+def _compiled(rank: int, name: str, values: dict[str, Any]) -> float:
     """Return the largest difference of loss and gradients between a compiled model and itself."""
-    model = Transformer(_config(name, num_layers=1), dtype=torch.float64, device="meta")
+    config = _config(name, num_layers=1, dropout=0.2, attention_dropout=0.2)
+    model = Transformer(config, dtype=torch.float64, device="meta")
     run, found = parallelize(model, ParallelConfig(**values), seed=SEED), []
-    tokens, labels, *_ = token_batch(model.config.vocab_size, False)
-    shard = run.shard_batch(run.rows(tokens), run.rows(labels))
-    for call in (model, torch.compile(model, backend="aot_eager")):
-        output = call(*shard[:2], positions=shard.positions)
-        loss = run.loss(output, run.count(shard.labels))
+    (shard,), count = shards_of(run)
+    # With overlap compiled code takes the batch whole: what is traced matters.
+    backend = "eager" if "overlap_microbatches" in values else "aot_eager"
+    for call in (model, torch.compile(model, backend=backend)):
+        output = call(*shard[:2], positions=shard.positions, seed=torch.tensor([1, 2]))
+        loss = run.loss(output, count)
         loss.backward()
-        found.append(
-            [loss.detach(), *(full_tensor(parameter.grad) for parameter in model.parameters())]
-        )
+        grads = [full_tensor(parameter.grad) for parameter in model.parameters()]
+        found.append([loss.detach(), *grads])
         model.zero_grad()
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
 # Communications break the graph: between two of them a compiler has what it may.
 @pytest.mark.distributed
-@pytest.mark.slow  # tests/parallel/test_compile.py compiles dispatch, experts and combine
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("tiny-llama", {"tp": 2, "sp": True}),
-        ("tiny-gpt2", {"tp": 2}),
-        ("tiny-mixtral", {"dp": 2, "ep": 2}),
+        ("tiny-mixtral", {"dp": 2, "ep": 2, "overlap_microbatches": True}),
+        # tests/parallel/test_compile.py compiles dispatch, experts and combine.
+        *(
+            pytest.param(name, values, marks=pytest.mark.slow)
+            for name, values in (
+                ("tiny-llama", {"tp": 2, "sp": True}),
+                ("tiny-gpt2", {"tp": 2}),
+                ("tiny-gpt2", {"tp": 2, "overlap_microbatches": True}),
+                ("tiny-mixtral", {"dp": 2, "ep": 2}),
+            )
+        ),
     ],
-    ids=["llama tp sp", "gpt2 tp", "mixtral ep"],
+    ids=str,
 )
-def test_a_parallel_model_compiles(on_two_ranks: OnRanks, name: str, values: Any) -> None:
-    assert max(on_two_ranks(_compiled, name, values)) < 1e-12
-
-
-def _half(rank: int, values: dict[str, Any]) -> tuple[float, float]:
-    """Return the loss, and the largest distance of a gradient from float64's, of its norm."""
-    config = _config("tiny-llama")
-    expected = one_process_step(config, values.get("microbatches", 1), (), own_loop=False)
-    model = Transformer(config, dtype=torch.float32, device="meta")
-    step = run_step(parallelize(model, ParallelConfig(**values), seed=SEED))
-    assert all(grad.dtype == torch.float32 for grad in step.grads.values())
-    assert all(weight.dtype == torch.float32 for weight in step.weights.values())
-    distances = [
-        (grad - expected.grads[name]).norm() / expected.grads[name].norm()
-        for name, grad in step.grads.items()
-    ]
-    return float(step.loss / expected.loss), float(max(distances))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"dp": 2, "tp": 2, "sp": True, "zero": 3},
-        {"dp": 2, "zero": 1, "microbatches": 2},
-        {"dp": 2, "pp": 2, "zero": 2, "microbatches": 2},
-        {"dp": 2, "cp": 2, "zero": 3, "recompute": "full"},
-    ],
-    ids=lambda values: "-".join(f"{name}{value}" for name, value in values.items()),
-)
-def test_weights_gathered_in_bfloat16_train_as_float32_ones(values: dict[str, Any]) -> None:
-    values = values | {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-    sizes = ParallelConfig(**values).sizes
-    for loss, distance in threads.run(_half, sizes.ranks, values):
-        assert abs(loss - 1) < 2e-3 and 1e-4 < distance < 5e-2
+def test_a_parallel_model_compiles(on_processes: OnProcesses, name: str, values: Any) -> None:
+    assert max(on_processes(_compiled, 2, name, values)) < 1e-12
 
 
 def test_dtypes_that_cannot_be_are_refused() -> None:

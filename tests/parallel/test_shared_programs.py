@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from process_pool import World
 from test_shared import needs_channel
 from torch import distributed as dist
 
@@ -19,7 +18,7 @@ from fusedops.parallel.comm import collectives
 from fusedops.runtime import shared_memory
 
 pytestmark = [pytest.mark.distributed, needs_channel]
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 KINDS = (
     "all_reduce",
@@ -116,54 +115,36 @@ def _run(
     return [results[number] for number in sorted(results)]
 
 
-def _made_groups(ranks: int) -> list[dist.ProcessGroup]:
+def _made_groups(ranks: int) -> list[Any]:
     members = [list(range(ranks)), list(range(ranks)), list(range(ranks - 2, ranks))]
-    return [dist.new_group(member, timeout=TIMEOUT) for member in members]
-
-
-def _members_of(groups: list[Any]) -> list[Any]:
+    groups = [dist.new_group(member, timeout=TIMEOUT) for member in members]
     return [None if group is dist.GroupMember.NON_GROUP_MEMBER else group for group in groups]
 
 
-def _compared(world: World, ranks: int, seed: int) -> list[int]:
+def _compared(rank: int, ranks: int, seed: int) -> list[int]:
     """Return the steps whose result is another than gloo's."""
-    sizes = [ranks, ranks, 2]
     shared, sockets = _made_groups(ranks), _made_groups(ranks)
-    barriers = dist.new_group(list(range(ranks)), timeout=TIMEOUT)
-    wrong: list[int] = []
-    if world.member(ranks):
-        steps = _drawn(seed, sizes, 24)
-        shared, sockets = _members_of(shared), _members_of(sockets)
-        order = random.Random(1000 * seed + world.rank)
-        found = _run(steps, shared, barriers, order)
-        with mock.patch.dict("os.environ", {"FUSEDOPS_SHARED_MEMORY": "0"}):
-            wanted = _run(steps, sockets, barriers, order)
-        assert all(each is None or shared_memory._channels.get(each) for each in shared)
-        assert not any(
-            shared_memory._channels.get(socket) for socket in sockets if socket is not None
-        )
-        pairs = zip(found, wanted, strict=True)
-        wrong = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
-        dist.barrier(barriers)
-    _destroy([*shared, *sockets, barriers])
-    return wrong
-
-
-def _destroy(groups: list[Any]) -> None:
-    for group in groups:
-        if isinstance(group, dist.ProcessGroup):
-            dist.destroy_process_group(group)
+    world, steps = dist.group.WORLD, _drawn(seed, [ranks, ranks, 2], 24)
+    order = random.Random(1000 * seed + rank)
+    found = _run(steps, shared, world, order)
+    with mock.patch.dict("os.environ", {"FUSEDOPS_SHARED_MEMORY": "0"}):
+        wanted = _run(steps, sockets, world, order)
+    assert all(group is None or shared_memory._channels.get(group) for group in shared)
+    assert not any(shared_memory._channels.get(group) for group in sockets if group is not None)
+    pairs = zip(found, wanted, strict=True)
+    return [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 5)])
-def test_drawn_programs_equal_gloo(on_ranks: OnRanks, ranks: int, seed: int) -> None:
-    assert on_ranks(_compared, ranks, seed) == [[]] * 8
+def test_drawn_programs_equal_gloo(on_processes: OnProcesses, ranks: int, seed: int) -> None:
+    assert on_processes(_compared, ranks, ranks, seed) == [[]] * ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 40))
-def test_many_drawn_programs_equal_gloo(on_ranks: OnRanks, seed: int) -> None:
-    assert on_ranks(_compared, 2 + seed % 5, seed) == [[]] * 8
+def test_many_drawn_programs_equal_gloo(on_processes: OnProcesses, seed: int) -> None:
+    ranks = 2 + seed % 5
+    assert on_processes(_compared, ranks, ranks, seed) == [[]] * ranks
 
 
 PLAIN = Step("all_reduce", 0, 50, torch.float32, "sum", 1, False)
@@ -183,14 +164,12 @@ DISAGREEMENTS = {
 
 
 def _disagree(
-    world: World, ranks: int, common: Step, other: Step, order: str
+    rank: int, ranks: int, common: Step, other: Step, order: str
 ) -> tuple[float, list[str]]:
     """Return a good sum, and the errors of a collective about which the last rank disagrees."""
     group = dist.new_group(list(range(ranks)), timeout=TIMEOUT)
-    if not world.member(ranks):
-        return 0.0, []
     good = float(collectives.all_reduce(torch.ones(1), group).wait())
-    step = other if world.rank == ranks - 1 else common
+    step = other if rank == ranks - 1 else common
     steps = [PLAIN, step, PLAIN] if order == "between" else [step, PLAIN]
     errors = []
     try:
@@ -203,13 +182,13 @@ def _disagree(
         collectives.all_reduce(torch.ones(1), group).wait()
     except ValueError as error:
         errors.append(str(error))
-    dist.barrier(world.group(ranks) if ranks in (2, 4, 8) else group)
-    dist.destroy_process_group(group)
     return good, errors
 
 
-def _assert_all_ranks_raise(results: list[tuple[float, list[str]]], ranks: int) -> None:
-    for good, errors in results[:ranks]:
+def _assert_all_ranks_raise(
+    on_processes: OnProcesses, ranks: int, common: Step, other: Step, order: str
+) -> None:
+    for good, errors in on_processes(_disagree, ranks, ranks, common, other, order):
         assert good == ranks
         assert len(errors) == 2, errors
         for error in errors:
@@ -219,42 +198,41 @@ def _assert_all_ranks_raise(results: list[tuple[float, list[str]]], ranks: int) 
 
 
 @pytest.mark.parametrize("what", list(DISAGREEMENTS))
-def test_disagreement_is_an_error_of_all_ranks(on_ranks: OnRanks, what: str) -> None:
+def test_disagreement_is_an_error_of_all_ranks(on_processes: OnProcesses, what: str) -> None:
     ranks, order = {0: (2, "first"), 1: (4, "between"), 2: (8, "between")}[len(what) % 3]
-    _assert_all_ranks_raise(on_ranks(_disagree, ranks, PLAIN, DISAGREEMENTS[what], order), ranks)
+    _assert_all_ranks_raise(on_processes, ranks, PLAIN, DISAGREEMENTS[what], order)
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "shift"])
-def test_disagreement_about_a_root(on_ranks: OnRanks, kind: str) -> None:
+def test_disagreement_about_a_root(on_processes: OnProcesses, kind: str) -> None:
     common = replace(PLAIN, kind=kind)
-    _assert_all_ranks_raise(on_ranks(_disagree, 4, common, replace(common, root=2), "first"), 4)
+    _assert_all_ranks_raise(on_processes, 4, common, replace(common, root=2), "first")
 
 
-def _waits_in_other_orders(world: World) -> list[float]:
+def _waits_in_other_orders(rank: int) -> list[float]:
     """Two sums, and a sum and a gather, that every other rank waits for backwards."""
-    group = world.group(8)
+    group = dist.group.WORLD
     tensors = [torch.full((64,), float(each)) for each in (1, 2, 3)]
     pending = [collectives.all_reduce(tensor, group) for tensor in tensors]
-    pending.append(collectives.all_gather(torch.full((1,), float(world.rank)), group))
-    for each in reversed(pending) if world.rank % 2 else pending:
+    pending.append(collectives.all_gather(torch.full((1,), float(rank)), group))
+    for each in reversed(pending) if rank % 2 else pending:
         each.wait()
     return [float(each[-1]) for each in tensors]
 
 
-def test_sums_of_many_ranks_keep_their_place_in_any_order_of_waits(on_ranks: OnRanks) -> None:
-    assert on_ranks(_waits_in_other_orders) == [[8.0, 16.0, 24.0]] * 8
+def test_sums_of_many_ranks_keep_their_place_in_any_order_of_waits(
+    on_processes: OnProcesses,
+) -> None:
+    assert on_processes(_waits_in_other_orders, 8) == [[8.0, 16.0, 24.0]] * 8
 
 
-def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
+def _blocks_elsewhere(rank: int, ranks: int, how: str) -> float:
     """Rank 0 waits at once; the others first block in something that rank 0 does afterwards."""
     members = list(range(ranks))
     groups = [dist.new_group(members, timeout=TIMEOUT) for _ in range(2)]
-    if not world.member(ranks):
-        return 0.0
-    dist.barrier(groups[0])
     store = dist.distributed_c10d._get_default_store()
     key = f"{how} {ranks} {groups[0].group_name}"
-    tensors = [torch.full((LARGE,), float(world.rank)) for _ in range(4)]
+    tensors = [torch.full((LARGE,), float(rank)) for _ in range(4)]
     pending = [collectives.all_reduce(tensor, groups[0]) for tensor in tensors]
     others = [collectives.all_reduce(torch.ones(LARGE), groups[1]) for _ in range(4)]
 
@@ -266,13 +244,13 @@ def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
         if how == "barrier":
             dist.barrier(groups[0])
         elif how == "receive":
-            if world.rank == 0:
+            if rank == 0:
                 for peer in members[1:]:
                     dist.send(torch.ones(1), group=groups[0], group_dst=peer)
             else:
                 dist.recv(torch.ones(1), group=groups[0], group_src=0)
         elif how == "store":
-            if world.rank == 0:
+            if rank == 0:
                 store.set(key, "1")
             else:
                 store.wait([key], TIMEOUT)
@@ -280,21 +258,18 @@ def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
             for each in others:
                 each.wait()
 
-    for each in (wait, meet) if world.rank == 0 else (meet, wait):
+    for each in (wait, meet) if rank == 0 else (meet, wait):
         each()
     if how != "other group":
         for other in others:
             other.wait()
-    total = float(sum(each[-1] for each in tensors))
-    dist.barrier(groups[0])
-    _destroy(groups)
-    return total
+    return float(sum(each[-1] for each in tensors))
 
 
 @pytest.mark.parametrize("how", ["barrier", "receive", "store", "other group"])
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_no_wait_depends_on_what_another_rank_blocks_in(
-    on_ranks: OnRanks, ranks: int, how: str
+    on_processes: OnProcesses, ranks: int, how: str
 ) -> None:
     total = 4.0 * sum(range(ranks))
-    assert on_ranks(_blocks_elsewhere, ranks, how)[:ranks] == [total] * ranks
+    assert on_processes(_blocks_elsewhere, ranks, ranks, how) == [total] * ranks

@@ -1,18 +1,31 @@
-"""Layers split over ranks equal the plain ones, and communicate as often as they should."""
+"""Layers, embeddings and losses split over ranks equal the plain ones; what they communicate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from process_pool import World
-from split_layers import assert_same, mesh_of, one_process, part_of, parts_of, run, whole
+from comparing import assert_all_close
+from one_process import full_tensor
+from run_ranks import on_threads
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fusedops.nn import MLP, AddLayerNorm, AddRMSNorm, GatedMLP, LayerNorm, LinearAct, RMSNorm
+from fusedops._core import dtypes
+from fusedops.nn import (
+    MLP,
+    AddLayerNorm,
+    AddRMSNorm,
+    GatedMLP,
+    LayerNorm,
+    LinearAct,
+    LinearCrossEntropyLoss,
+    RMSNorm,
+)
 from fusedops.ops import linear_act
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import (
@@ -20,17 +33,62 @@ from fusedops.parallel.tensor.layers import (
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
+    distribute,
     from_tensor_parallel,
     local,
-    reduce_in_place,
     replicated,
     to_tensor_parallel,
 )
 from fusedops.parallel.tensor.replicated import allreduce_gradients
+from fusedops.parallel.tensor.vocabulary import (
+    VocabParallelProjection,
+    VocabularyEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from fusedops.testing import threads
 
-pytestmark = pytest.mark.distributed
-OnRanks = Callable[..., list[Any]]
-B, S, H, F = 2, 12, 20, 24
+Events = list[tuple[str, str]]
+B, S, H, F, V = 2, 12, 20, 24, 23
+
+
+def tp_mesh() -> DeviceMesh:
+    """Return the world as a mesh of tensor-parallel ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def part_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return this rank's part of a tensor that all ranks have."""
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def parts_of(results: dict[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return results with this rank's part of the sequence, of those of the names."""
+    return {name: part_of(each, 1) if name in names else each for name, each in results.items()}
+
+
+def run(
+    module: nn.Module, input: torch.Tensor, grad: torch.Tensor | float, *more: Any
+) -> dict[str, torch.Tensor]:
+    """Return the output, and the gradients of the input and of each parameter by name."""
+    input = input.detach().clone().requires_grad_()
+    module.zero_grad()
+    output = module(input, *more)
+    output.backward(grad if isinstance(grad, torch.Tensor) else torch.full_like(output, grad))
+    grads = {name: full_tensor(parameter.grad) for name, parameter in module.named_parameters()}
+    return {"output": output.detach(), "input": input.grad, **grads}
+
+
+def one_process(
+    make: Callable[[torch.dtype], nn.Module],
+    input: torch.Tensor,
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what the plain module gives in ``dtype`` and in float64."""
+    given = (make(dtype), input.to(dtype), grad.to(dtype))
+    wide = torch.float64
+    exact = make(dtype).to(wide), input.to(dtype).to(wide), grad.to(dtype).to(wide)
+    return run(*given), run(*exact)
 
 
 class _Pair(nn.Module):
@@ -69,11 +127,9 @@ def _seeded(make: Callable[[torch.dtype], nn.Module]) -> Callable[[torch.dtype],
     return made
 
 
-def _layers(world: World, ranks: int, dtype: torch.dtype) -> None:
-    if not world.member(ranks):
-        return
-    mesh = mesh_of(world, ranks)
-    input, grad = torch.randn(B, S, H).to(dtype), torch.randn(B, S, H).to(dtype)
+def _layers(rank: int, dtype: torch.dtype) -> None:
+    mesh = tp_mesh()
+    input, grad = torch.randn(2, B, S, H).to(dtype)
     for name, (make, split) in LAYERS.items():
         make = _seeded(make)
         eager, truth = one_process(make, input, grad, dtype)
@@ -82,110 +138,56 @@ def _layers(world: World, ranks: int, dtype: torch.dtype) -> None:
             layer = split(make(dtype), mesh, sequence=sequence)
             assert list(layer.state_dict()) == keys, name
             if not sequence:
-                assert_same(run(layer, input, grad), eager, truth, F)
+                assert_all_close(run(layer, input, grad), truth, eager, F)
                 continue
-            mine = part_of(input, world, ranks, 1), part_of(grad, world, ranks, 1)
-            here = [parts_of(each, world, ranks, ("output", "input")) for each in (eager, truth)]
-            assert_same(run(layer, *mine), *here, F)
+            here = [parts_of(each, ("output", "input")) for each in (truth, eager)]
+            assert_all_close(run(layer, part_of(input, 1), part_of(grad, 1)), *here, F)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["f64", "bf16"])
+
+
+@each_dtype
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_split_layers_equal_the_plain_ones(
-    on_ranks: OnRanks, ranks: int, dtype: torch.dtype
-) -> None:
-    on_ranks(_layers, ranks, dtype)
+def test_split_layers_equal_the_plain_ones(ranks: int, dtype: torch.dtype) -> None:
+    threads.run(_layers, ranks, dtype)
 
 
-def _counts(world: World) -> Any:
-    if not world.member(2):
-        return None
-    mesh, found = mesh_of(world, 2), {}
-    for name, (make, split) in LAYERS.items():
-        for sequence in (False, True):
-            layer = split(make(torch.float32), mesh, sequence=sequence)
-            input = torch.ones(B, S // 2 if sequence else S, H, requires_grad=True)
-            with collectives.recorded() as forward:
-                output = layer(input)
-            with collectives.recorded() as backward:
-                output.sum().backward()
-            found[name, sequence] = forward, backward
-    return found
+@pytest.mark.distributed
+def test_split_layers_on_processes_equal_the_plain_ones(on_processes: Callable[..., Any]) -> None:
+    on_processes(_layers, 2, torch.bfloat16)
 
 
-def test_each_layer_communicates_once_each_way(on_ranks: OnRanks) -> None:
-    """With a split sequence, a bias is summed besides: each rank added it to its own tokens."""
-    found = on_ranks(_counts)[0]
-    whole = B * S * H * 4
-    for (name, sequence), (forward, backward) in found.items():
-        biases = 0 if name == "gated" else 1
-        if sequence:
-            assert forward.counts() == {"all_gather": 1, "reduce_scatter": 1}
-            reduced = {"all_reduce": biases} if biases else {}
-            assert backward.counts() == {"all_gather": 1, "reduce_scatter": 1, **reduced}
-            assert forward.bytes() == 2 * (whole // 2)
-            assert backward.bytes() == 2 * (whole // 2) + biases * H * 4
-        else:
-            assert forward.counts() == backward.counts() == {"all_reduce": 1}
-            assert forward.bytes() == backward.bytes() == whole
+def _memory_of_reduction(rank: int, name: str) -> tuple[list[int], list[int]]:
+    """Return where the products of a row-parallel layer lie, and where its outputs do."""
+    make, split = LAYERS[name]
+    layer: Any = split(make(torch.float32), tp_mesh(), sequence=False)
+    owner = layer if name == "mlp" else layer.down_proj
+    products: list[int] = []
+    outputs: list[int] = []
 
-
-def _in_place(world: World) -> None:
-    """A product is reduced where it is; leaves and views, which may be others, elsewhere."""
-    if not world.member(2):
-        return
-    group = world.group(2)
-    x = torch.full((2, 4), 1.0 + world.rank, requires_grad=True)
-    product = x * 3.0
-    memory = product.data_ptr()
-    output = reduce_in_place(product, group)
-    assert output.data_ptr() == memory and torch.equal(output, torch.full((2, 4), 9.0))
-    output.backward(torch.full((2, 4), 2.0))
-    assert torch.equal(x.grad, torch.full((2, 4), 6.0))
-    # The product is an input of another operation, which reads it before the reduction.
-    squared = (product := x * 3.0).square()
-    assert torch.equal(reduce_in_place(product, group), torch.full((2, 4), 9.0))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        squared.sum().backward()
-    for mine in (x, x.detach(), (x * 3.0)[:, :2]):
-        before = mine.clone()
-        total = reduce_in_place(mine, group)
-        assert torch.equal(mine, before) and not torch.equal(total, before)
-
-
-def test_a_reduction_in_place_corrupts_nothing_that_is_needed(on_ranks: OnRanks) -> None:
-    on_ranks(_in_place)
-
-
-def _memory_of_reduction(world: World) -> list[bool]:
-    """Return whether the outputs of row-parallel layers lie in the memory of their products."""
-    if not world.member(2):
-        return []
-    found = []
-    for name in ("mlp", "gated"):
-        make, split = LAYERS[name]
-        layer: Any = split(make(torch.float32), mesh_of(world, 2), sequence=False)
-        owner = layer if name == "mlp" else layer.down_proj
-        product, memory = type(owner).product, []
-
-        def kept(self: Any, inner: Any, product: Any = product, memory: Any = memory) -> Any:
-            memory.append((result := product(self, inner)).data_ptr())
+    def recorded(call: Callable[..., Any], places: list[int]) -> Callable[..., Any]:
+        def called(*args: Any) -> torch.Tensor:
+            result = call(*args)
+            places.append(result.data_ptr())
             return result
 
-        reduced: list[int] = []
-        reduce = owner.reduce
-        owner.reduce = lambda partial, r=reduce, m=reduced: (
-            m.append((y := r(partial)).data_ptr()) or y
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(owner), "product", kept)
-            layer(torch.ones(B, S, H)).sum().backward()
-        found.append(memory == reduced)
-    return found
+        return called
+
+    owner.reduce = recorded(owner.reduce, outputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(owner), "product", recorded(type(owner).product, products))
+        layer(torch.ones(B, S, H)).sum().backward()
+    return products, outputs
 
 
-def test_row_parallel_layers_reduce_in_the_memory_of_the_product(on_ranks: OnRanks) -> None:
-    assert on_ranks(_memory_of_reduction)[:2] == [[True, True]] * 2
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_row_parallel_layers_reduce_in_the_memory_of_the_product(
+    on_processes: Callable[..., Any], name: str
+) -> None:
+    for products, outputs in on_processes(_memory_of_reduction, 2, name):
+        assert products and products == outputs
 
 
 BLOCKS: dict[str, tuple[Any, Callable[..., Any], int, int]] = {
@@ -221,16 +223,15 @@ class _TwoProducts(nn.Module):
         return output + replicated(layer.b2, layer.group, partial_grad=True)
 
 
-def _block_results(world: World, ranks: int, dtype: torch.dtype) -> Any:
-    if not world.member(ranks):
-        return None
-    mesh, found = mesh_of(world, ranks), {}
+def _block_results(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, Events]:
+    """Return what overlaps in each layer."""
+    mesh, found = tp_mesh(), {}
     for name, (make, split, inputs, outputs) in BLOCKS.items():
         module = make().to(dtype)
         x, grad = torch.randn(B, S, inputs).to(dtype), torch.randn(B, S, outputs).to(dtype)
         # Of a column the input is a part of the sequence, of a row the output; features the rest.
-        mine = part_of(x, world, ranks, 2 if name == "row" else 1)
-        incoming = part_of(grad, world, ranks, 2 if name.startswith("column") else 1)
+        mine = part_of(x, 2 if name == "row" else 1)
+        incoming = part_of(grad, 2 if name.startswith("column") else 1)
         plain, cut = (split(module, mesh, sequence=True, overlap=each) for each in (False, True))
         if name == "mlp":
             plain = _TwoProducts(plain)
@@ -249,11 +250,9 @@ def _block_results(world: World, ranks: int, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_blocks_give_the_same_bits_beside_communication(
-    on_ranks: OnRanks, ranks: int, dtype: torch.dtype
-) -> None:
+def test_blocks_give_the_same_bits_beside_communication(ranks: int, dtype: torch.dtype) -> None:
     """The input is gathered once more in the backward, where a whole product keeps it."""
-    for rank, answer in enumerate(on_ranks(_block_results, ranks, dtype)[:ranks]):
+    for rank, answer in enumerate(threads.run(_block_results, ranks, ranks, dtype)):
         ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
         for name in ("column", "column_linear", "mlp", "gated"):
             assert (f"block {behind} comes", f"block {rank}") in answer[name]
@@ -265,10 +264,9 @@ def test_blocks_give_the_same_bits_beside_communication(
             assert (f"block {behind} comes", f"gradient of block {rank}") in answer[name]
 
 
-def _bad_input(world: World) -> None:
-    if not world.member(2):
-        return
-    mesh = mesh_of(world, 2)
+@on_threads(2)
+def test_bad_input_names_what_is_wrong(rank: int) -> None:
+    mesh = tp_mesh()
     with pytest.raises(ValueError, match="ParallelMLP: overlap must be False without sequence"):
         ParallelMLP.of(MLP(H, F), mesh, overlap=True)
     with pytest.raises(ValueError, match="overlap must be False where the module recomputes"):
@@ -276,10 +274,6 @@ def _bad_input(world: World) -> None:
     layer = RowLinear.of(LinearAct(F, H, activation="identity"), mesh, sequence=True, overlap=True)
     with pytest.raises(ValueError, match="size of dim -2 must be a multiple of the 2 ranks"):
         layer(torch.zeros(3, F // 2))
-
-
-def test_bad_input_names_what_is_wrong(on_ranks: OnRanks) -> None:
-    on_ranks(_bad_input)
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -301,14 +295,14 @@ def _norm_results(
     torch.autograd.backward(outputs, [grad] * len(outputs))
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     found |= {f"input {i}": each.grad for i, each in enumerate(inputs)}
-    return found | {name: whole(parameter.grad) for name, parameter in norm.named_parameters()}
+    return found | {
+        name: full_tensor(parameter.grad) for name, parameter in norm.named_parameters()
+    }
 
 
-def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
-    if not world.member(ranks):
-        return None
-    mesh, counts = mesh_of(world, ranks), {}
-    x, residual, grad = (torch.randn(B, S, H).to(dtype) for _ in range(3))
+def _norms(rank: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    mesh, counts = tp_mesh(), {}
+    x, residual, grad = torch.randn(3, B, S, H).to(dtype)
     for name, make in NORMS.items():
         plain = make().to(dtype)
         inputs = (x, residual) if name.startswith("add") else (x,)
@@ -320,18 +314,130 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
         plain.zero_grad()
         wide = (each.double() for each in inputs)
         truth = _norm_results(plain.double(), tuple(wide), grad.double())
-        mine = tuple(part_of(each, world, ranks, 1) for each in inputs)
+        mine = tuple(part_of(each, 1) for each in inputs)
         with collectives.recorded() as log:
-            found = _norm_results(split, mine, part_of(grad, world, ranks, 1))
+            found = _norm_results(split, mine, part_of(grad, 1))
         counts[name] = log.counts()
         names = [key for key in found if key[-1].isdigit()]
-        assert_same(found, *(parts_of(each, world, ranks, names) for each in (eager, truth)), B * S)
+        assert_all_close(found, *(parts_of(each, names) for each in (truth, eager)), B * S)
     return counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_norms_of_parts_equal_those_of_the_whole(on_ranks: OnRanks, dtype: torch.dtype) -> None:
+@each_dtype
+def test_norms_of_parts_equal_those_of_the_whole(dtype: torch.dtype) -> None:
     """One all-reduce adds up the gradients of weight and bias."""
-    counts = on_ranks(_norms, 2, dtype)[0]
-    for name, count in counts.items():
+    for name, count in threads.run(_norms, 2, dtype)[0].items():
         assert count == ({} if name == "plain" else {"all_reduce": 1}), name
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "kept": {"recompute": False, "bias": True},
+    "again": {"recompute": True, "chunk_size": 5, "reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.2, "reduction": "none", "bias": True},
+    "all": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "ignore_index": -1},
+    "offset": {"label_smoothing": 0.1, "bias": True, "recompute": True},
+    "class_ignored": {"ignore_index": 4},
+}
+
+
+class _SplitLoss(nn.Module):
+    """A loss whose vocabulary is split over ranks."""
+
+    def __init__(
+        self, plain: LinearCrossEntropyLoss, mesh: Any, sequence: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence, self.options = mesh.get_group(), sequence, options
+        self.weight, self.bias = (
+            distribute("loss", name, getattr(plain, name), mesh, 0, uneven=True)
+            for name in ("weight", "bias")
+        )
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
+        weight, bias = local(self.weight), local(self.bias)
+        return vocab_parallel_cross_entropy(
+            x, weight, target, self.group, bias, vocab_size=V, **self.options
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        projection = VocabParallelProjection(self.group, V)
+        x = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
+        logits = projection.gather_logits(projection.local_logits(x, self.weight, self.bias))
+        softcap = self.options.get("softcap")
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@on_threads("ranks")
+def test_split_losses_equal_the_whole_ones(rank: int, ranks: int, dtype: torch.dtype) -> None:
+    """23 words on 2 and 4 ranks: the last has fewer."""
+    mesh, hidden = tp_mesh(), torch.randn(B, S, H).to(dtype)
+    target = torch.randint(V, (B, S))
+    target[0, 0], target[0, 1], target[1, 3] = 0, V - 1, 4
+    for name, options in LOSSES.items():
+        plain = LinearCrossEntropyLoss(H, V, dtype=dtype, **options)
+        if name == "offset":
+            with torch.no_grad():
+                plain.bias += 1e6
+        labels = target.clone()
+        labels[1, :2] = plain.ignore_index
+        exact = deepcopy(plain).double()
+        eager, truth = run(plain, hidden, 1 / 3, labels), run(exact, hidden.double(), 1 / 3, labels)
+        for sequence in (False, True):
+            given = {name: value for name, value in options.items() if name != "bias"}
+            split = _SplitLoss(plain, mesh, sequence, **given)
+            mine = part_of(hidden, 1) if sequence else hidden
+            parts = ["input"] if sequence else []
+            found = run(split, mine, 1 / 3, labels)
+            assert found["output"].dtype == dtypes.statistics_dtype(dtype)
+            eager["output"] = eager["output"].to(found["output"].dtype)
+            assert_all_close(found, *(parts_of(each, parts) for each in (truth, eager)), V)
+            logits = split.logits(mine)
+            if not sequence:
+                expected = plain.logits(hidden)
+                assert_all_close(
+                    {"": logits}, {"": exact.logits(hidden.double())}, {"": expected}, H
+                )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_threads("ranks")
+def test_split_embeddings_give_the_same_bits(rank: int, ranks: int) -> None:
+    mesh, grad = tp_mesh(), torch.randn(B, S, H)
+    tokens = torch.randint(V, (B, S))
+    tokens[0, :3] = torch.tensor([0, V - 1, 3])
+    for padding in (None, 3, V - 1):
+        plain = nn.Embedding(V, H, padding_idx=padding)
+        output = plain(tokens)
+        output.backward(grad)
+        for sequence in (False, True):
+            split = VocabularyEmbedding.of(plain, mesh, sequence=sequence)
+            found = split(tokens)
+            if sequence:
+                assert torch.equal(found, part_of(output, 1))
+                found.backward(part_of(grad, 1))
+            else:
+                assert torch.equal(found, output)
+                found.backward(grad)
+            assert torch.equal(full_tensor(split.weight.grad), plain.weight.grad)
+        with pytest.raises(ValueError, match=r"tokens must be in \[0, 23\), got 23"):
+            split(tokens + 1 + V - 1 - int(tokens.max()))
+
+
+@on_threads(2)
+def test_bad_words_and_vocabularies_are_named(rank: int) -> None:
+    mesh = tp_mesh()
+    head = _SplitLoss(LinearCrossEntropyLoss(H, V), mesh)
+    target = torch.zeros(B, S, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"target must be in \[0, 23\) .* got 23 at row 1"):
+        target[0, 1] = V
+        head(torch.zeros(B, S, H), target)
+    with pytest.raises(ValueError, match="size of dim 0 of weight must be enough for the 2 ranks"):
+        VocabularyEmbedding.of(nn.Embedding(1, H), mesh)
+    with pytest.raises(ValueError, match="max_norm must be off"):
+        VocabularyEmbedding.of(nn.Embedding(V, H, max_norm=1.0), mesh)
+    with pytest.raises(TypeError, match="module must be a torch.nn.*Embedding, got .*Linear"):
+        VocabularyEmbedding.of(nn.Linear(V, H), mesh)  # type: ignore[arg-type]

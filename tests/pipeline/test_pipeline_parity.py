@@ -1,21 +1,34 @@
-"""A transformer in stages: the loss, the norm, the gradients and the weights of one process.
+"""A transformer in stages: the values of one process, what lives, what is computed and saved.
 
-In float64, so that what is left are differences of order. Ranks are threads but where gloo itself
-is the point.
+Values are compared in float64, so that what is left are differences of order. Ranks are threads but
+where gloo itself is the point.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from one_process import assert_one_process, tiny
+from run_ranks import on_threads
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from fusedops.models import ParallelConfig, Transformer, preset
+from fusedops import UnsupportedError
+from fusedops.checkpoint import Checkpointer
+from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.pipeline import PipelineEngine
+from fusedops.parallel import timeline
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.testing import threads
@@ -30,22 +43,15 @@ def _config(name: str, **changes: Any) -> Any:
     return tiny(preset(name), **({"num_layers": 4} | sizes | changes))
 
 
-def assert_stage(
-    rank: int, name: str, values: dict[str, Any], changes: dict[str, Any]
-) -> list[str]:
-    """Compare a step of this rank's part with one process; return the names of its parameters."""
-    return assert_one_process(rank, _config(name, **changes), values)
-
-
 def _assert_stages(name: str, values: dict[str, Any], **changes: Any) -> None:
     """Compare all ranks; their parts make the complete model."""
-    values = {"pp": 2, "microbatches": 4} | values
-    ranks = ParallelConfig(**values).sizes.ranks
-    parts = threads.run(assert_stage, ranks, name, values, changes)
-    parameters = dict(Transformer(_config(name, **changes)).named_parameters())
+    values, config = {"pp": 2, "microbatches": 4} | values, _config(name, **changes)
+    parts = threads.run(assert_one_process, ParallelConfig(**values).sizes.ranks, config, values)
+    parameters = dict(Transformer(config).named_parameters())
     assert {name for part in parts for name in part} == parameters.keys()
 
 
+ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{schedule: ("tiny-gpt2", {"pipeline_schedule": schedule}) for schedule in SCHEDULES},
     # Losses of routers count once on each stage.
@@ -53,20 +59,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "routers-zbv": ("tiny-mixtral", {"pipeline_schedule": "zbv"}),
     "cuts": ("tiny-llama", {"microbatches": 2, "pipeline_cuts": (3,)}),
     "dp-zero1": ("tiny-llama", {"dp": 2, "zero": 1, "microbatches": 2}),
-    "dp-split-backward": (
-        "tiny-gpt2",
-        {"dp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"},
-    ),
+    "dp-split-backward": ("tiny-gpt2", {"dp": 2, "microbatches": 2} | ZERO_BUBBLE),
     "tp-sp": ("tiny-gpt2", {"tp": 2, "sp": True, "microbatches": 2}),
-    "recompute-split-backward": (
-        "tiny-llama",
-        {"pipeline_schedule": "zbv", "recompute": "full"},
-    ),
+    "recompute-split-backward": ("tiny-llama", {"pipeline_schedule": "zbv", "recompute": "full"}),
     "zero1-split-backward": ("tiny-gpt2", {"dp": 2, "zero": 1, "pipeline_schedule": "zbv"}),
-    "zero3-split-backward": (
-        "tiny-mixtral",
-        {"dp": 2, "zero": 3, "pipeline_schedule": "zero_bubble"},
-    ),
+    "zero3-split-backward": ("tiny-mixtral", {"dp": 2, "zero": 3} | ZERO_BUBBLE),
 }
 
 
@@ -80,11 +77,12 @@ def test_stages_compute_what_one_process_does(case: str) -> None:
     "frozen", [("embedding.*",), ("embedding.*", "layers.[01].*"), ("layers.[23].*", "norm.*")]
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
-def test_frozen_parameters_do_not_stop_the_others(schedule: str, frozen: tuple[str, ...]) -> None:
+@on_threads(2)
+def test_frozen_parameters_do_not_stop_the_others(
+    rank: int, schedule: str, frozen: tuple[str, ...]
+) -> None:
     values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule}
-    threads.run(
-        lambda rank: assert_one_process(rank, _config("tiny-gpt2"), values, frozen=frozen), 2
-    )
+    assert_one_process(rank, _config("tiny-gpt2"), values, frozen=frozen)
 
 
 def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameters(
@@ -104,15 +102,9 @@ def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameter
     assert devices == ["meta"] == [TrainEngine(model).norm().device.type]
 
 
-def _query_layer(rank: int) -> None:
-    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "layers"}
-    assert_stage(
-        rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False}
-    )
-
-
 def test_the_query_layer_stays_with_its_norm_on_the_last_stage() -> None:
-    threads.run(_query_layer, 2)
+    values = {"microbatches": 2, "pipeline_balance": "layers"}
+    _assert_stages("tiny-gpt2", values, query_layer=True, position_tables=2, tied=False)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -146,3 +138,220 @@ def test_experts_are_shared_beside_stages(schedule: str) -> None:
 def test_four_ranks(schedule: str) -> None:
     values = {"pp": 4, "microbatches": 8, "pipeline_schedule": schedule}
     _assert_stages("tiny-gpt2", values, num_layers=8)
+
+
+LAYERS, WORDS, SEED = 4, 64, 3
+
+
+def _model(name: str) -> Transformer:
+    sizes = {"num_layers": LAYERS, "vocab_size": WORDS, "seq_len": 16}
+    return Transformer(replace(preset(name), **sizes), device="meta")
+
+
+def _spread(name: str, **values: Any) -> TrainEngine:
+    return parallelize(_model(name), ParallelConfig(**values), seed=SEED)
+
+
+def _step(run: TrainEngine) -> None:
+    tokens = torch.arange(run.config.microbatches * 17).reshape(-1, 17) % WORDS
+    parts = [token[None] for token in tokens]
+    shards = [run.shard_batch(part[:, :-1], part[:, 1:]) for part in parts]
+    run.step(shards, run.count(torch.stack([shard.labels for shard in shards])))
+
+
+class _Products(TorchDispatchMode):
+    """Counts operations by torch's and our formulae.
+
+    torch's own counter asks, to know whose they are, what the first half of a backward cannot say.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=found)
+        return found
+
+
+def _observed(rank: int, schedule: str, microbatches: int) -> Any:
+    """Return what ran in a step, and the operations of its products."""
+    run = _spread("tiny-llama", pp=2, microbatches=microbatches, pipeline_schedule=schedule)
+    _step(run)
+    run.model.zero_grad()
+    with collectives.recorded() as log, _Products() as products:
+        _step(run)
+    pipeline = run.pipeline
+    assert pipeline is not None
+    return log, products.total, pipeline.driver.table
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dualpipev"])
+def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
+    """As many micro-batches are alive as the formulae say, and a backward in two parts multiplies
+    as often as a whole one."""
+    microbatches = 6
+    found = threads.run(_observed, 2, schedule, microbatches)
+    order = found[0][2]
+    line = timeline([log for log, _, _ in found])
+    ran = [[each.action for each in rank] for rank in line.spans]
+    assert ran == [list(action) for action in order.actions]
+    assert line.alive() == timeline(order).alive()
+    if schedule in ("gpipe", "1f1b"):
+        assert line.alive() == ([microbatches] * 2 if schedule == "gpipe" else [2, 1])
+    with _Products() as products:
+        _step(_one_process("tiny-llama", microbatches))
+    assert sum(each[1] for each in found) == products.total
+
+
+class _Kept:
+    """A tensor that autograd keeps; counted while it is there, by rank."""
+
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    def __init__(self, rank: int, tensor: torch.Tensor) -> None:
+        self.rank, self.tensor = rank, tensor.detach()  # an output would keep its own graph
+        self.now[rank] += 1
+        self.most[rank] = max(self.most[rank], self.now[rank])
+
+    def __del__(self) -> None:
+        self.now[self.rank] -= 1
+
+
+def _keeps(rank: int, schedule: str, microbatches: int) -> int:
+    """Return how many tensors autograd keeps at most in a step."""
+    run = _spread("tiny-llama", pp=2, microbatches=microbatches, pipeline_schedule=schedule)
+    _Kept.now[rank] = _Kept.most[rank] = 0
+    with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, rank), lambda kept: kept.tensor):
+        _step(run)
+    assert _Kept.now[rank] == 0  # nothing outlives its backward
+    return _Kept.most[rank]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
+    one = threads.run(_keeps, 2, "1f1b", 1)
+    alive = timeline(schedule, 2, 6).alive()
+    for kept, single, parts in zip(threads.run(_keeps, 2, schedule, 6), one, alive, strict=True):
+        if schedule == "zero_bubble":  # between its parts a backward needs less
+            assert single < kept <= parts * single
+        else:
+            assert kept == parts * single
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_threads(2)
+def test_an_output_that_was_sent_does_not_wait_for_its_backward(rank: int, schedule: str) -> None:
+    """No output of the first stage is there when it begins a forward."""
+    run = _spread("tiny-llama", pp=2, microbatches=6, pipeline_schedule=schedule)
+    _step(run)
+    assert run.pipeline is not None
+    driver = run.pipeline.driver
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def observed(compute: Any, stage: int, microbatch: int, input: torch.Tensor | None) -> Any:
+        nonlocal most
+        most = max(most, sum(output() is not None for output in outputs))
+        passed, share = compute(stage, microbatch, input)
+        if passed is not None:
+            outputs.append(weakref.ref(passed))
+        return passed, share
+
+    original = driver.step
+    with mock.patch.object(
+        driver, "step", lambda compute, *args: original(partial(observed, compute), *args)
+    ):
+        _step(run)
+    assert most == 0 or rank == 1
+
+
+def _goes_on(folder: str, run: TrainEngine) -> dict[str, torch.Tensor]:
+    """Take a step from the last checkpoint on and save; return the weights that are here."""
+    # A small eps would take steps from the rounding of gradients that are 0 in exact arithmetic.
+    optimizer = run.optimizer(lr=0.01, eps=1e-3)
+    with Checkpointer(folder, run.model, optimizer) as keeper:
+        restored = keeper.load()
+        _step(run)
+        run.clip(1.0)
+        optimizer.step()
+        keeper.save(1 if restored is None else restored.step + 1)
+    return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]:
+    return _goes_on(folder, _spread("tiny-gpt2", pp=2, microbatches=4, pipeline_schedule=schedule))
+
+
+def _one_process(name: str, microbatches: int) -> TrainEngine:
+    model = _model(name).to_empty(device="cpu")
+    initialize(model, SEED)
+    return TrainEngine(model, ParallelConfig(microbatches=microbatches))
+
+
+def _alone(folder: str) -> dict[str, torch.Tensor]:
+    return _goes_on(folder, _one_process("tiny-gpt2", 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_checkpoint_of_stages_is_one_of_the_whole_model(
+    schedule: str, on_processes: Any, tmp_path: Path
+) -> None:
+    """A step in stages and one on one process, in either order, are two steps on one process."""
+    whole, there, back = (str(tmp_path / each) for each in ("whole", "there", "back"))
+    _alone(whole)
+    expected = _alone(whole)
+    on_processes(_in_stages, 2, there, schedule)
+    torch.testing.assert_close(_alone(there), expected)
+    _alone(back)
+    parts = on_processes(_in_stages, 2, back, schedule)
+    assert parts[0].keys() | parts[1].keys() == expected.keys()
+    for part in parts:
+        torch.testing.assert_close(part, {name: expected[name] for name in part})
+
+
+@on_threads(2)
+def test_words_of_both_ends_stay_equal_to_the_bit(rank: int) -> None:
+    run = _spread("tiny-gpt2", pp=2, microbatches=4)
+    optimizer = run.optimizer(lr=0.01)
+    for _ in range(2):
+        _step(run)
+        optimizer.step()
+        optimizer.zero_grad()
+    words = run.model.embedding.tokens.weight.detach()
+    both = [torch.empty_like(words) for _ in range(2)]
+    dist.all_gather(both, words)
+    assert torch.equal(*both)
+
+
+@on_threads(2)
+def test_what_a_part_of_a_model_cannot_do_is_told(rank: int) -> None:
+    run = _spread("tiny-llama", pp=2, microbatches=4)
+    with pytest.raises(ValueError, match="shards must be microbatches = 4 of them.* got 1"):
+        shard = run.shard_batch(torch.zeros(1, 4, dtype=torch.int64))
+        run.step([shard], torch.tensor(4))
+    with pytest.raises(UnsupportedError, match="call clip of the engine before"):
+        run.optimizer(max_norm=1.0)
+    with pytest.raises(UnsupportedError, match="call step or forward of the TrainEngine"):
+        run.model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@on_threads(4)
+def test_gradients_are_reduced_while_the_last_backward_runs(rank: int, schedule: str) -> None:
+    """Half of a backward passes hooks by: there the reductions begin when it has ended."""
+    sizes = {"dp": 2, "pp": 2, "microbatches": 4, "bucket_bytes": 1}
+    engine = _spread("tiny-gpt2", pipeline_schedule=schedule, **sizes)
+    with collectives.recorded() as log:
+        _step(engine)
+    inside, running, starts = 0, None, 0
+    for event in log.events:
+        if event.kind == collectives.COMPUTE:
+            running = event.label if event.phase == "start" else None
+        elif event.phase == "start" and event.label.startswith("gradients"):
+            starts += 1
+            inside += running is not None
+    assert starts > 10
+    assert (inside > starts // 2) == (schedule == "1f1b")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from fusedops.profiler import RunShape
+from fusedops.profiler import RunShape, TimingsWriter
 from fusedops.profiler.timings import FIELDS, REGULAR, SECTIONS, column
 
 # Seconds of the sections of a step without noise.
@@ -132,3 +133,14 @@ def _wait(
             rows[group, column(f"bytes_{name}")] = 1e8
             late[group] += waited
     rows[:, column("step")] = late.max()
+
+
+def write_run(
+    folder: Path, shape: RunShape, count: int, seed: int, fault: Fault | None = None
+) -> Path:
+    """Write the times of a run; return its folder."""
+    writer = TimingsWriter(folder, shape)
+    for step, rows in steps(shape, count, random.Random(seed), fault):
+        writer.write(step, rows)
+    writer.close()
+    return folder

@@ -45,7 +45,7 @@ def test_the_cause_is_named(kind: str) -> None:
     assert named_share(kind, range(12)) == 1.0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_of_five_hundred_faults_99_of_100_are_named() -> None:
     shares = [named_share(kind, range(1000, 1072)) for kind in KINDS]
     assert sum(shares) / len(shares) >= 0.99, dict(zip(KINDS, shares, strict=True))
@@ -63,7 +63,7 @@ def test_a_healthy_job_is_left_alone() -> None:
     assert false_alarms(range(20)) == 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_of_healthy_jobs_at_most_one_in_a_hundred_gets_a_finding() -> None:
     assert false_alarms(range(5000, 5300)) <= 3
 

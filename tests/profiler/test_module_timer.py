@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +86,18 @@ def test_an_evaluation_between_two_steps_is_no_data(tmp_path: Path) -> None:
     assert float(timings.of("validation")[1, 0]) >= 0.01 and float(timings.of("data").max()) < 0.01
 
 
-def data_parallel(world: Any, folder: str, late: int) -> None:
+def data_parallel(rank: int, folder: str, late: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    more = 0.02 if world.rank == late else 0.0
+    more = 0.02 if rank == late else 0.0
     model = DistributedDataParallel(Slow(0.02 + more, 0.02))
     train(ModuleTimer(folder, every=5), model, 20)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_late_rank_of_ddp_is_named(
-    on_two_ranks: Callable[..., list[Any]], tmp_path: Path, late: int
-) -> None:
-    on_two_ranks(data_parallel, str(tmp_path), late)
+def test_the_late_rank_of_ddp_is_named(on_processes: Any, tmp_path: Path, late: int) -> None:
+    on_processes(data_parallel, 2, str(tmp_path), late)
     timings = read_timings(tmp_path)
     assert timings.shape.ranks == 2
     assert_complete(timings)

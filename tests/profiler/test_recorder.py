@@ -81,6 +81,7 @@ def test_a_section_that_does_not_exist_is_refused() -> None:
 
 
 FAULT_STEP = 16
+TWO = ONE | {"dp": 2}
 STAGES = ONE | {"pp": 2, "dp": 4}
 EXPERTS = ONE | {"dp": 8, "ep": 8}
 # Stops and continues the process that started it: it computes half as fast.
@@ -95,7 +96,7 @@ while os.getppid() == target:
 
 
 def job(
-    world: Any, kind: str, late: tuple[int, ...], section: str, sizes: dict[str, int]
+    rank: int, kind: str, late: tuple[int, ...], section: str, sizes: dict[str, int]
 ) -> list[Finding]:
     """Return what the first rank finds while some ranks have a fault from a step on."""
     from torch import distributed as dist
@@ -122,7 +123,7 @@ def job(
         pending.wait()
 
     def work(name: str, step: int) -> None:
-        here = world.rank in late and step >= FAULT_STEP and name == section
+        here = rank in late and step >= FAULT_STEP and name == section
         if kind == "throttled":
             until = time.thread_time() + 0.01
             while time.thread_time() < until:
@@ -145,7 +146,7 @@ def job(
         handler=lambda *step: found.extend(detector.update(*step)),
     ) as recorder:
         for step in range(1, 41):
-            if kind == "throttled" and world.rank in late and step == FAULT_STEP:
+            if kind == "throttled" and rank in late and step == FAULT_STEP:
                 throttle = subprocess.Popen([sys.executable, "-S", "-c", THROTTLE])
             with collectives.recorded() as log, recorder.step(step, log):
                 for name in ("data", "forward", "backward", "optimizer"):
@@ -171,53 +172,30 @@ def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], sectio
 
 
 @pytest.mark.parametrize(
-    ("kind", "late", "section"),
-    [
-        ("rank", 1, "forward"),
-        ("rank", 0, "backward"),
-        ("rank", 1, "optimizer"),
-        ("rank", 0, "data"),
-        ("link", 0, "dp"),
-        ("pause", 1, "forward"),
-    ],
-)
-def test_on_processes_the_cause_is_named_not_the_one_that_waits(
-    on_two_ranks: Callable[..., list[Any]], kind: str, late: int, section: str
-) -> None:
-    found, others = on_two_ranks(job, kind, (late,), section, ONE | {"dp": 2})
-    assert others == []
-    ranks = (0, 1) if kind == "link" else (late,)
-    assert_named(found, kind, ranks, section)
-
-
-@pytest.mark.parametrize(
     ("kind", "late", "section", "sizes"),
     [
+        ("rank", (1,), "forward", TWO),
+        ("rank", (0,), "backward", TWO),
+        ("rank", (1,), "optimizer", TWO),
+        ("rank", (0,), "data", TWO),
+        ("link", (0, 1), "dp", TWO),
+        ("pause", (1,), "forward", TWO),
+        pytest.param("throttled", (1,), "", TWO, marks=pytest.mark.ci),
         ("stage", (4, 5, 6, 7), "forward", STAGES),
         ("rank", (6,), "backward", STAGES),
         ("data", (3,), "backward", EXPERTS),
         ("experts", (5,), "backward", EXPERTS),
     ],
 )
-def test_on_eight_processes_a_stage_and_uneven_work_are_named(
-    on_ranks: Callable[..., list[Any]],
-    kind: str,
-    late: tuple[int, ...],
-    section: str,
-    sizes: dict[str, int],
+def test_on_processes_the_cause_is_named_not_the_one_that_waits(
+    on_processes: Any, kind: str, late: tuple[int, ...], section: str, sizes: dict[str, int]
 ) -> None:
-    found, *_ = on_ranks(job, kind, late, section, sizes)
-    assert_named(found, kind, late, section)
+    size = sizes["pp"] * sizes["dp"]
+    found, *others = on_processes(job, size, kind, late, section, sizes)
+    assert others == [[]] * (size - 1)
+    assert_named(found, "rank" if kind == "throttled" else kind, late, section)
 
 
-@pytest.mark.ci
-def test_a_throttled_process_is_named(on_two_ranks: Callable[..., list[Any]]) -> None:
-    found, _ = on_two_ranks(job, "throttled", (1,), "", ONE | {"dp": 2})
-    assert_named(found, "rank", (1,), "")
-
-
-def test_on_processes_nothing_is_found_in_a_healthy_job(
-    on_two_ranks: Callable[..., list[Any]],
-) -> None:
-    found, _ = on_two_ranks(job, "none", (), "forward", ONE | {"dp": 2})
+def test_on_processes_nothing_is_found_in_a_healthy_job(on_processes: Any) -> None:
+    found, _ = on_processes(job, 2, "none", (), "forward", TWO)
     assert not [finding for finding in found if finding.kind in ("link", "stage")]

@@ -6,7 +6,6 @@ import base64
 import http.client
 import json
 import math
-import random
 import re
 import shutil
 import socket
@@ -14,7 +13,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,27 +26,25 @@ from fusedops.cli.main import app
 from fusedops.cli.report import make_server
 from fusedops.cli.report_page import page, page_data
 from fusedops.launch.config_table import InputError
-from fusedops.profiler import RunShape, TimingsWriter, read_timings
+from fusedops.profiler import RunShape, read_timings
 from fusedops.profiler.timings import memory_file
-from tests.profiler.simulated import Fault, steps
+from tests.profiler.simulated import Fault, write_run
 
 plotly_offline = pytest.importorskip("plotly.offline")
 
 SHAPE = RunShape({"pp": 2, "dp": 4, "cp": 1, "tp": 2, "ep": 1})
+Command = Callable[..., str]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def record(folder: Path, count: int, shape: RunShape = SHAPE) -> Path:
     """Write the records of a run whose rank 5 is slow from step 20 on."""
-    fault = Fault("rank", (5,), "backward", 20, 0.5)
-    writer = TimingsWriter(folder, shape)
+    write_run(folder, shape, count, 1, Fault("rank", (5,), "backward", 20, 0.5))
     with (folder / "metrics.jsonl").open("w") as file:
-        for step, rows in steps(shape, count, random.Random(1), fault):
-            writer.write(step, rows)
+        for step in range(1, count + 1):
             line = {"step": step, "loss": 5 * math.exp(-step / 300) + 1, "lr": 1e-3, "mfu": 0.41}
             line |= {"seconds": 0.4 + 1e-3 * (step % 7), "tokens_per_second": 1e5, "grad_norm": 1.0}
             file.write(json.dumps(line) + "\n")
-    writer.close()
     for rank in (0, 5):
         layers = {f"layers.{n}": {"activation": (n + 1) << 20, "gradient": 1 << 19} for n in (0, 1)}
         timeline = [[n << 20, f"layers.{n % 2}", "forward"] for n in range(8)]
@@ -161,28 +158,22 @@ def test_the_server_answers_to_its_own_names_only(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_one_file(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, output_of: Command, error_of: Command
 ) -> None:
     file = tmp_path / "page.html"
-    app(["report", str(run), "--out", str(file)], standalone_mode=False)
-    assert "open it in a browser" in capsys.readouterr().out and file.stat().st_size < 8e6
-    with pytest.raises(SystemExit):
-        app(["report", str(tmp_path)], standalone_mode=False)
-    assert "no run of fusedops train" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(SystemExit):
-        app(["report", str(tmp_path / "missing")], standalone_mode=False)
-    assert "missing is no folder of a run" in " ".join(capsys.readouterr().err.split())
+    assert "open it in a browser" in output_of("report", run, "--out", file)
+    assert file.stat().st_size < 8e6
+    assert "no run of fusedops train" in error_of("report", tmp_path)
+    assert "missing is no folder of a run" in error_of("report", tmp_path / "missing")
 
 
 @pytest.mark.parametrize("plan", [[], {}, {"layouts": 5}, {"layouts": ["tp=2"]}])
 def test_a_plan_that_is_none_is_one_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: object
+    run: Path, tmp_path: Path, error_of: Command, plan: object
 ) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan))
-    with pytest.raises(SystemExit):
-        app(["report", str(run), "--plan", str(file)], standalone_mode=False)
-    assert f"{file} is no plan" in capsys.readouterr().err
+    assert f"{file} is no plan" in error_of("report", run, "--plan", file)
 
 
 class Tags(HTMLParser):

@@ -1,21 +1,30 @@
-"""Traces of torch's profiler become the times of steps: exact on made ones, close on real ones."""
+"""Traces of torch's profiler: times of steps, links, late ranks and clocks that differ."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import random
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from fusedops.cli.main import app
 from fusedops.launch.config_table import InputError
-from fusedops.profiler.trace_links import clock_offsets, link_times, matched
-from fusedops.profiler.traces import clipped, length, minus, read_traces, union
+from fusedops.profiler.trace_links import (
+    clock_offsets,
+    collective_of,
+    late_seconds,
+    link_times,
+    matched,
+)
+from fusedops.profiler.traces import TraceFile, clipped, length, merged, minus, read_traces, union
 
 
 def test_communication_that_nothing_hides_is_interval_arithmetic() -> None:
@@ -25,8 +34,11 @@ def test_communication_that_nothing_hides_is_interval_arithmetic() -> None:
     assert clipped([(0, 10), (20, 30)], (5, 25)) == [(5, 10), (20, 25)]
 
 
-def event(name: str, begin: float, duration: float, cat: str = "kernel", tid: int = 7) -> Any:
-    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": duration, "tid": tid}
+def event(
+    name: str, begin: float, duration: float, cat: str = "kernel", tid: int = 7, **args: Any
+) -> dict[str, Any]:
+    times = {"ph": "X", "ts": begin, "dur": duration, "tid": tid, "pid": 0}
+    return times | {"cat": cat, "name": name, "args": args}
 
 
 def made(rank: int, *, slow: float = 1.0) -> dict[str, Any]:
@@ -76,8 +88,6 @@ def test_damaged_traces_are_told_and_the_others_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_the_profiler_on_the_cpu_is_read(tmp_path: Path) -> None:
-    from torch.profiler import ProfilerActivity, profile, schedule
-
     x = torch.randn(256, 256)
 
     def write(profiler: Any) -> None:
@@ -100,7 +110,7 @@ def test_a_trace_of_the_profiler_on_the_cpu_is_read(tmp_path: Path) -> None:
     assert trace.kernels["aten::matmul"][1] == 40
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_thousand_ranks_are_read_in_a_minute(tmp_path: Path) -> None:
     events = [event(f"kernel {n % 50}", 10.0 * n, 9.0, tid=n % 3) for n in range(3000)]
     group = {"Collective name": "_allgather_base", "In msg nelems": 100, "dtype": "BFloat16"}
@@ -122,11 +132,188 @@ def test_a_thousand_ranks_are_read_in_a_minute(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
 
 
-def test_the_command_shows_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_traces(tmp_path: Path, output_of: Callable[..., str]) -> None:
     for rank in (0, 1, 3):
         slow = 2.0 if rank == 3 else 1.0
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(made(rank, slow=slow)))
-    app(["profile", str(tmp_path)], standalone_mode=False)
-    text = " ".join(capsys.readouterr().out.split())
+    text = output_of("profile", tmp_path)
     for words in ("3 ranks", "gemm", "no trace of ranks 2", "if rank 3 were as fast"):
         assert words in text
+
+
+RANKS, STEPS, PER_STEP = 8, 3, 12
+ELEMENTS = 1 << 20
+
+
+def arguments(ranks: list[int], kind: str, name: str = "_allgather_base") -> dict[str, Any]:
+    return {
+        "Collective name": name,
+        "In msg nelems": ELEMENTS,
+        "Out msg nelems": ELEMENTS * len(ranks),
+        "Group size": len(ranks),
+        "dtype": "BFloat16",
+        "Process Group Name": "3",
+        "Process Group Description": kind,
+        "Process Group Ranks": str(ranks),
+    }
+
+
+def write_traces(
+    folder: Path, clocks: dict[int, float], late: int, late_us: float, slow_pair: int
+) -> None:
+    """Write traces of four groups of two ranks, and of one group of all ranks.
+
+    A transfer of a pair takes 100 us, of ``slow_pair`` 300 us, and one of all ranks 500 us. Rank
+    ``late`` arrives later by so many microseconds at each collective of all ranks.
+    """
+    random.seed(0)
+    events: dict[int, list[Any]] = {rank: [] for rank in range(RANKS)}
+
+    def add(kernel: str, arrivals: dict[int, float], transfer: float, *names: str) -> float:
+        end = max(arrivals.values()) + transfer
+        args = arguments(list(arrivals), *names)
+        for rank, arrival in arrivals.items():
+            events[rank].append(event(kernel, arrival, end - arrival, "kernel", **args))
+        return end
+
+    now = 0.0
+    for step in range(STEPS):
+        begin = now
+        for _ in range(PER_STEP):
+            for pair in range(RANKS // 2):
+                ranks = 2 * pair, 2 * pair + 1
+                arrivals = {rank: now + random.uniform(0, 50) for rank in ranks}
+                transfer = 300 if pair == slow_pair else 100
+                add("ncclDevKernel_AllReduce", arrivals, transfer, "mesh_tp", "all_reduce")
+            now += 1000
+            arrivals = {rank: now + random.uniform(0, 20) for rank in range(RANKS)}
+            arrivals[late] = now + 20 + late_us
+            now = 100 + add("ncclDevKernel_AllGather", arrivals, 500, "default_pg")
+        for rank in range(RANKS):
+            for cat in ("user_annotation", "gpu_user_annotation"):
+                events[rank].append(event(f"ProfilerStep#{step}", begin, now - begin, cat))
+    for rank, items in events.items():
+        moved = [item | {"ts": item["ts"] + 1e6 * clocks.get(rank, 0.0)} for item in items]
+        record = {"traceEvents": moved, "distributedInfo": {"rank": rank}}
+        (folder / f"{rank}.json").write_text(json.dumps(record))
+
+
+CLOCKS = {3: 4.25, 6: -2.5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces")
+    write_traces(path, CLOCKS, late=5, late_us=800, slow_pair=2)
+    return path
+
+
+def test_clocks_are_aligned_by_collectives(folder: Path) -> None:
+    together = matched({trace.rank: trace.collectives for trace in read_traces(folder)})
+    offsets = clock_offsets(together)
+    assert set(offsets) == set(range(RANKS))
+    for rank, offset in offsets.items():
+        assert offset == pytest.approx(CLOCKS.get(rank, 0.0), abs=1e-6), rank
+
+
+def test_the_rank_that_others_wait_for_is_named(folder: Path) -> None:
+    together = matched({trace.rank: trace.collectives for trace in read_traces(folder)})
+    late = late_seconds(together, clock_offsets(together))
+    assert max(late, key=late.__getitem__) == 5
+    # The others arrive within 20 us.
+    assert late[5] == pytest.approx(PER_STEP * 810e-6, rel=0.05)
+    assert all(seconds < 0.1 * late[5] for rank, seconds in late.items() if rank != 5)
+
+
+def test_a_transfer_is_the_shortest_time_of_a_collective(folder: Path) -> None:
+    together = matched({trace.rank: trace.collectives for trace in read_traces(folder)})
+    links = {(link.kind, link.ranks): link for link in link_times(together)}
+    assert len(links) == 5
+    gathered = links["world", tuple(range(RANKS))]
+    assert gathered.seconds == pytest.approx(PER_STEP * 500e-6, rel=1e-6)
+    assert gathered.bytes == PER_STEP * 2 * ELEMENTS * (RANKS - 1)
+    for pair in range(RANKS // 2):
+        link = links["tp", (2 * pair, 2 * pair + 1)]
+        assert link.seconds == pytest.approx(PER_STEP * (300e-6 if pair == 2 else 100e-6), rel=1e-6)
+        assert link.bytes == PER_STEP * 2 * ELEMENTS  # an all-reduce of two ranks: 2 (n - 1) / n
+
+
+def test_the_command_names_link_clock_and_rank(
+    folder: Path, tmp_path: Path, output_of: Callable[..., str]
+) -> None:
+    trace = tmp_path / "merged.json"
+    text = output_of("profile", folder, "--trace", trace)
+    assert "if link (tp) 4, 5 were as fast" in text
+    assert "4.250 s ahead" in text and "others wait for rank 5" in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    # By one clock all ranks leave a collective at the same moment.
+    ends: dict[int, list[float]] = {}
+    for item in events:
+        if item["name"] == "ncclDevKernel_AllGather":
+            ends.setdefault(item["pid"], []).append(item["ts"] + item["dur"])
+    assert len(ends) == RANKS
+    for rank in range(RANKS):
+        assert ends[rank] == pytest.approx(ends[0], abs=1.0)
+
+
+def test_ranks_that_are_missing_and_other_formats_do_not_stop_it(folder: Path) -> None:
+    traces = [trace for trace in read_traces(folder) if trace.rank not in (0, 4)]
+    together = matched({trace.rank: trace.collectives for trace in traces})
+    offsets = clock_offsets(together)
+    assert offsets[3] - offsets[1] == pytest.approx(4.25, abs=1e-6)
+    assert len(merged([*traces, TraceFile(9)], offsets)["traceEvents"]) > 100
+    assert clock_offsets(matched({})) == {} and link_times(matched({})) == []
+
+
+def test_events_of_another_version_are_told(tmp_path: Path) -> None:
+    good = {"traceEvents": [event("gemm", 0.0, 5.0)]}
+    (tmp_path / "rank0.json").write_text(json.dumps(good))
+    bad = {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm", "dur": 5.0}]}
+    (tmp_path / "rank1.json").write_text(json.dumps(bad | {"distributedInfo": "rank 1"}))
+    first, second = read_traces(tmp_path)
+    assert first.times is not None and second.times is None
+    assert "another format" in second.note
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("allreduce", 1.5), ("_reduce_scatter_base", 0.75), ("all_to_all", 0.75), ("broadcast", 1.0)],
+)
+def test_bytes_that_a_rank_sends(name: str, share: float) -> None:
+    args = arguments([0, 1, 2, 3], "mesh_dp", name)
+    item = collective_of({"args": args}, 0.0, 1.0)
+    assert item is not None and item.bytes == share * 2 * ELEMENTS and item.kind == "dp"
+    assert collective_of({"args": {"stream": 7}}, 0.0, 1.0) is None
+
+
+def test_long_lists_of_ranks_are_cut_by_the_profiler() -> None:
+    args = arguments(list(range(4)), "default_pg") | {"Process Group Ranks": "[0, 1, ..., 1023]"}
+    item = collective_of({"args": args | {"Group size": 1024}}, 0.0, 1.0)
+    assert item is not None and item.ranks == ()
+
+
+def _profiled(rank: int, folder: str) -> None:
+    x = torch.zeros(1 << 16)
+
+    def write(profiler: Any) -> None:
+        profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
+
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=1, active=2),
+        on_trace_ready=write,
+    ) as profiler:
+        for _ in range(3):
+            time.sleep(0.05 * rank)  # the other rank waits
+            dist.all_reduce(x)
+            profiler.step()
+
+
+def test_transfers_of_real_gloo_processes_are_communication(
+    on_processes: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    on_processes(_profiled, 2, str(tmp_path))
+    first, second = (trace.times for trace in read_traces(tmp_path))
+    assert first is not None and second is not None
+    assert first.communication >= 0.04 > second.communication > 0
+    assert second.free >= 0.04

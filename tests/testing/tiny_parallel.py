@@ -11,7 +11,6 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import tiny_experts
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops.testing import Case, Parallel
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 16, 4, 2, 2
+VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS, EXPERTS = 32, 16, 4, 2, 2, 4
 
 
 class Layout(SimpleNamespace):
@@ -55,6 +54,30 @@ class Norm(nn.Module):
         return F.rms_norm(x, (HIDDEN,), local(self.weight), 1e-5)
 
 
+class Experts(nn.Module):
+    """Each token goes to the expert that its router likes best."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, EXPERTS)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, hidden, hidden) / 4)
+        self.visit = self.compute
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        x = x_BSH.flatten(0, 1)
+        probs, ids = self.router(x).softmax(-1).max(-1)
+        return self.visit(x, probs, ids).view_as(x_BSH)
+
+    def compute(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the results of the experts here, numbered from 0 on."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        result = torch.zeros_like(x)
+        for expert, each in enumerate(weight):
+            rows = (ids == expert).nonzero()[:, 0]
+            result = result.index_add(0, rows, F.gelu(x[rows] @ each) * probs[rows, None])
+        return result
+
+
 class Layer(nn.Module):
     def __init__(self, layout: Layout, dropout: float, experts: bool) -> None:
         super().__init__()
@@ -63,7 +86,7 @@ class Layer(nn.Module):
         self.attention_norm, self.norm = Norm(), Norm()
         self.query, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.key, self.value = nn.Linear(HIDDEN, width), nn.Linear(HIDDEN, width)
-        self.experts = tiny_experts.Experts(HIDDEN) if experts else None
+        self.experts = Experts(HIDDEN) if experts else None
         if not experts:
             self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
         self.dropout = Dropout(dropout, layout)
@@ -250,7 +273,7 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
         layout.first_token = lambda tokens: 0 if bug == "positions" else cp.rank * tokens
     if options.get("ep"):
         for layer in model.layers:
-            tiny_experts.divide(layer.experts, mesh["dp"], bug)
+            divide(layer.experts, mesh["dp"], bug)
     if options.get("recompute"):
         layout.recompute = {"preserve_rng_state": bug != "stale recompute"}
     if options.get("offload"):
@@ -393,3 +416,41 @@ def divided_over(parameter: nn.Parameter, group: Group) -> bool:
 def add(parameter: nn.Parameter, group: Group) -> None:
     grad = local(parameter.grad)
     grad.copy_(group.sum(grad))
+
+
+def _exchanged(rows: torch.Tensor, send: list[int], got: list[int], group: Any) -> torch.Tensor:
+    arrived = rows.new_empty((sum(got), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows, got, send, group=group)
+    return arrived
+
+
+def divide(layer: Experts, mesh: DeviceMesh, bug: str) -> None:
+    """Give each rank its share of a layer's experts; every rank has other tokens."""
+    group, ranks = mesh.get_group(), mesh.size()
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
+    layer.visit = functools.partial(_visit, layer, group, EXPERTS // ranks, bug)
+
+
+def _visit(
+    layer: Experts,
+    group: Any,
+    per_rank: int,
+    bug: str,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids // per_rank, minlength=group.size())
+    send = counts.tolist()
+    got = _exchanged(counts, [1] * len(send), [1] * len(send), group).tolist()
+    there = functools.partial(_exchanged, send=send, got=got, group=group)
+    back = functools.partial(_exchanged, send=got, got=send, group=group)
+    rows = Communicate.apply(torch.cat([x, probs[:, None]], 1)[order], there, back)
+    here = there(ids[order])
+    here = here // group.size() if bug == "experts misnumbered" else here % per_rank
+    results = layer.compute(rows[:, :-1], rows[:, -1], here)
+    returned = Communicate.apply(results, back, there)
+    if bug == "results out of place":
+        return returned
+    return torch.zeros_like(returned).index_copy(0, order, returned)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import dtypes
 from fusedops.parallel import spatial
-from fusedops.testing import threads
 
 MODES = ("zeros", "zeros", "reflect", "replicate", "circular")
 
@@ -82,19 +80,6 @@ MESHES = {
     6: [(1, 2, 3), (2, 3), (1, 6)],
     8: [(1, 8), (2, 2, 2), (1, 2, 4), (1, 2, 2, 2)],
 }
-
-
-def on_threads(ranks: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
-    """Make a test of what every rank does."""
-
-    def decorated(body: Callable[[int], None]) -> Callable[[], None]:
-        def test() -> None:
-            threads.run(body, ranks)
-
-        test.__doc__ = body.__doc__
-        return test
-
-    return decorated
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:

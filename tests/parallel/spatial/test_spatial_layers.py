@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from spatial_cases import compare, mesh_of
+from run_ranks import on_threads
+from spatial_cases import MESHES, compare, draw, mesh_of, run_cases
 from torch import nn
 from torch.nn import functional as F
 
@@ -142,7 +144,9 @@ WORLDS = {
 }
 
 
-def _compare_layers(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", WORLDS)
+@on_threads("ranks")
+def test_layers_equal_one_process(rank: int, ranks: int) -> None:
     shape, dims = WORLDS[ranks]
     mesh = mesh_of(shape)
     for name, make in LAYERS.items():
@@ -155,6 +159,19 @@ def _compare_layers(rank: int, ranks: int) -> None:
         compare(layer, x, mesh, dims, name)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_layers_equal_one_process(ranks: int) -> None:
-    threads.run(_compare_layers, ranks, ranks)
+def sweep(ranks: int, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    threads.run(run_cases, ranks, [draw(rng, ranks) for _ in range(count)])
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+def test_convolutions_equal_one_process(ranks: int) -> None:
+    """Random ones, in float64."""
+    sweep(ranks, 40, seed=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ranks", MESHES)
+def test_many_convolutions_equal_one_process(ranks: int, seed: int) -> None:
+    sweep(ranks, 150, seed=1000 + 10 * ranks + seed)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from process_pool import World
-from spatial_cases import assert_equal, compare, mesh_of, on_threads
+from run_ranks import on_threads
+from spatial_cases import assert_equal, compare, mesh_of
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -27,7 +27,7 @@ from fusedops.testing import threads
 
 ROOT = Path(__file__).resolve().parents[3]
 DIMS = {2: "y", 3: "x"}
-OnRanks = Callable[..., list[Any]]
+OnProcesses = Callable[..., list[Any]]
 
 
 def network() -> nn.Module:
@@ -47,8 +47,9 @@ def image(seed: int = 5, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, 2, 19, 23, generator=generator, dtype=torch.float64)
 
 
-def _bytes(rank: int) -> tuple[int, int, list[tuple[str, str]]]:
-    """Return the bytes of a forward and of a backward of a 3 x 3 convolution on 2 x 2 ranks."""
+@on_threads(4)
+def test_only_the_halo_is_sent_and_it_overlaps_the_interior(rank: int) -> None:
+    """Each rank has 8 x 10 of 16 x 20 pixels: it sends one row of 10, then one column of 9."""
     mesh = mesh_of((1, 2, 2))
     conv = spatial.shard(nn.Conv2d(3, 5, 3, padding=1, bias=False).double(), mesh, dims=DIMS)
     x = spatial.scatter(torch.randn(2, 3, 16, 20).double(), mesh, DIMS).requires_grad_()
@@ -56,28 +57,24 @@ def _bytes(rank: int) -> tuple[int, int, list[tuple[str, str]]]:
         out = conv(x)
     with collectives.recorded() as backward:
         out.backward(torch.ones_like(out))
-    return forward.bytes(), backward.bytes("send_receive"), forward.overlapped()
-
-
-def test_only_the_halo_is_sent_and_it_overlaps_the_interior() -> None:
-    """Each rank has 8 x 10 of 16 x 20 pixels: it sends one row of 10, then one column of 9."""
     halo = 2 * 3 * (10 + 9) * 8
-    for sent, returned, overlapped in threads.run(_bytes, 4):
-        assert (sent, returned) == (halo, halo)
-        assert ("halo y", "conv interior") in overlapped
+    assert (forward.bytes(), backward.bytes("send_receive")) == (halo, halo)
+    assert ("halo y", "conv interior") in forward.overlapped()
 
 
-def _on_processes(world: World) -> None:
-    mesh = mesh_of((2, 2, 2))  # all ranks make it
+def _on_processes(rank: int) -> None:
+    mesh = mesh_of((2, 2, 2))
     compare(network().double(), image(), mesh, DIMS, "processes")
 
 
 @pytest.mark.distributed
-def test_processes_equal_one(on_ranks: OnRanks) -> None:
-    on_ranks(_on_processes)
+def test_processes_equal_one(on_processes: OnProcesses) -> None:
+    on_processes(_on_processes, 8)
 
 
-def _data_parallel(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero 1", "zero 3"])
+@on_threads(8)
+def test_data_parallel_around_a_cut_module(rank: int, kind: str) -> None:
     """Compare ranks that have different images with one process that averages over them."""
     mesh = mesh_of((2, 2, 2))
     images = [image(seed) for seed in (1, 2)]
@@ -110,11 +107,6 @@ def _data_parallel(rank: int, kind: str) -> None:
         assert_equal(kind, grad, expected, kind)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero 1", "zero 3"])
-def test_data_parallel_around_a_cut_module(kind: str) -> None:
-    threads.run(_data_parallel, 8, kind)
-
-
 class Recomputed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -132,7 +124,7 @@ def test_recomputation(rank: int) -> None:
         compare(Recomputed(reentrant).double(), image(), mesh, DIMS, f"reentrant {reentrant}")
 
 
-def _compiled(world: World) -> None:
+def _compiled(rank: int) -> None:
     mesh = mesh_of((1, 2))
     module = spatial.shard(network().double(), mesh, dims={2: "y"})
     x = spatial.scatter(image(), mesh, {2: "y"})
@@ -142,8 +134,8 @@ def _compiled(world: World) -> None:
 
 
 @pytest.mark.distributed
-def test_compiled_equals_eager(on_two_ranks: OnRanks) -> None:
-    on_two_ranks(_compiled)
+def test_compiled_equals_eager(on_processes: OnProcesses) -> None:
+    on_processes(_compiled, 2)
 
 
 @on_threads(4)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from spatial_cases import mesh_of, on_threads
+from run_ranks import on_threads
+from spatial_cases import mesh_of
 from torch.nn import functional as F
 
 from fusedops import UnsupportedError
 from fusedops.parallel import spatial
 from fusedops.parallel.spatial.refusals import REFUSED
-from fusedops.testing import threads
 
 Call = Callable[[Any], Any]
 # Functions of pooling in 1 to 3 dims: the option of the key, and the arguments behind the input.
@@ -99,22 +99,19 @@ CALLS |= {
 }
 
 
-def _refused(rank: int, name: str) -> None:
+def test_every_refusal_has_a_case() -> None:
+    assert CALLS.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@on_threads(2)
+def test_refused_by_name_with_what_to_do_instead(rank: int, name: str) -> None:
     mesh = mesh_of((1, 2))
     x = spatial.scatter(torch.ones(2, 4, 8, 6), mesh, {2: "y"}).requires_grad_()
     message = re.escape(f"spatial: {name} has no rule")
     with pytest.raises(UnsupportedError, match=message) as error:
         CALLS[name](x)
     assert f"; {REFUSED[name]}, or apply it to spatial.gather(tensor)" in str(error.value)
-
-
-def test_every_refusal_has_a_case() -> None:
-    assert CALLS.keys() == REFUSED.keys()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_refused_by_name_with_what_to_do_instead(name: str) -> None:
-    threads.run(_refused, 2, name)
 
 
 @on_threads(2)
