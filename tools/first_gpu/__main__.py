@@ -124,12 +124,11 @@ def sanitize(asked: argparse.Namespace, results: Results, until: float) -> None:
 
 def figures(asked: argparse.Namespace, results: Results, until: float) -> None:
     """Measure the figures, those of a group in one process; one that it ends is left out."""
-    limits = results.folder / "limits.json"
     for names in figure_list.groups().values():
         remaining = list(names)
         while remaining and time.time() < until:
             command = [sys.executable, "-m", "first_gpu.figures", "--rows", str(results.rows)]
-            command += ["--limits", str(limits), *remaining]
+            command += remaining
             seconds = min(90.0 * len(remaining), until - time.time())
             code = results.run(command, seconds)
             done = {row["test"] for row in read(results.rows)}
