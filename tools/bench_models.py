@@ -345,6 +345,7 @@ def main() -> None:
             print(f"{name} is left out: {left_out[name]}", flush=True)
         gc.collect()
         if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
             order = [name for name in MODELS if name in rows] if of_libraries else sorted(rows)
             write_json(
                 path, record | {"rows": [rows[name] for name in order], "left_out": left_out}

@@ -34,6 +34,8 @@ import fresh_process
 import pytest
 from process_pool import start_process
 
+from fusedops.testing.processes import PRELOADED
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -92,10 +94,13 @@ namespace = {{"__name__": "page"}}
 for line, code in {blocks!r}:
     exec(compile("\\n" * (line - 1) + code, {page!r}, "exec"), namespace)
 """
-# transformers takes seconds to import, more than most pages take to run.
-WITH_TRANSFORMERS = (
-    "torch,transformers.models.gpt2.modeling_gpt2,transformers.models.llama.modeling_llama,"
-    "transformers.trainer"
+# What takes seconds to import: more than most pages take to run.
+IMPORTED = ",".join(
+    [
+        *("torch", *PRELOADED, "fusedops.models", "torch.distributed.tensor", "torch._dynamo"),
+        *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+        "transformers.trainer",
+    ]
 )
 # What torchrun would have told init_process_group("gloo").
 AS_TORCHRUN = """
@@ -108,13 +113,12 @@ distributed.init_process_group = lambda backend: join(
 """
 
 
-def run(page: Path, blocks: Sequence[Block], folder: Path) -> None:
+def run(page: Path, blocks: Sequence[Block], folder: Path, imported: str = "torch") -> None:
     """Run the blocks of a page in processes of their own; raise if one fails."""
     runs = [(block.line, block.code) for block in blocks if block.not_run is None]
     program = PROGRAM.format(blocks=runs, page=str(page))
     ranks = max((block.processes for block in blocks if block.not_run is None), default=1)
     if ranks == 1:
-        imported = WITH_TRANSFORMERS if "transformers" in program else "torch"
         path = os.pathsep.join(sys.path)  # pages import modules of tests, too
         fresh_process.run(program, folder=folder, check=True, imported=imported, PYTHONPATH=path)
         return
@@ -155,7 +159,7 @@ def test_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     for package in PACKAGES:
         if any(block.not_run is None and package in block.code for block in blocks):
             pytest.importorskip(package)
-    run(page, blocks, tmp_path)
+    run(page, blocks, tmp_path, IMPORTED)
 
 
 def _page(*lines: str) -> list[Block]:
