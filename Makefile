@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
-CPP := $(wildcard $(foreach each,csrc csrc/* csrc/cpu/* csrc/runtime/* tests/core tests/sanitizers tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
+CPP := $(wildcard $(foreach each,csrc csrc/* csrc/cpu/* csrc/runtime/* tests tests/core tests/sanitizers tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
          $(addprefix $(each)/*.,h cpp cu cuh)))
 
 # A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
@@ -282,14 +282,14 @@ $(LIBRARIES)/.packages: tests/libraries.txt .venv/.packages
 # Training steps of their models, with the allocator of tune_host on all sides.
 bench-libraries: setup $(LIBRARIES)/.packages
 	for dtype in bfloat16 float32; do \
-	  PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/bench_libraries.py --dtype $$dtype \
+	  PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/bench_models.py libraries --dtype $$dtype \
 	    --results bench/results || exit 1; \
 	done
 
 # A training step of each model type of transformers, stock and patched; which are slower.
 bench-types: setup
 	for dtype in bfloat16 float32; do \
-	  PYTHONPATH=$(CURDIR) $(BIN)/python tools/bench_types.py --dtype $$dtype --most 1e9 \
+	  PYTHONPATH=$(CURDIR) $(BIN)/python tools/bench_models.py types --dtype $$dtype --most 1e9 \
 	    --results bench/results || exit 1; \
 	done
 

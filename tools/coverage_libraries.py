@@ -23,7 +23,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -44,17 +43,9 @@ SMALL = (
 LARGE = ("large", "huge", "giant", "_l", "_h", "_g", "xl", "so400m", "enormous")
 
 
-@dataclass
-class Case:
-    """A model and what it is called with.
-
-    Attributes:
-        name: library and architecture, ``"timm/beit"``.
-        make: returns the model and its keyword arguments.
-    """
-
-    name: str
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]]
+Made = tuple[nn.Module, dict[str, Any]]
+# Library and architecture, as "timm/beit", and what returns the model and its keyword arguments.
+Cases = Iterator[tuple[str, Callable[[], Made]]]
 
 
 def import_torchvision() -> None:
@@ -106,245 +97,163 @@ def smallest(names: list[str], make: Callable[[str], nn.Module]) -> nn.Module:
     return make(min(models)[1])
 
 
-def timm_cases() -> Iterator[Case]:
+def smallest_of_each(
+    library: str,
+    names: list[str],
+    module_of: Callable[[str], str],
+    create: Callable[..., nn.Module],
+    inputs: Callable[[Any, str], dict[str, Any]],
+) -> Cases:
+    """Yield a model of each file of a library; ``inputs(model, name)`` returns its arguments."""
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(module_of(name).rpartition(".")[2], []).append(name)
+
+    def make(names: list[str]) -> Made:
+        model = smallest(names, lambda name: create(name, num_classes=10))
+        return model, inputs(model, names[0])
+
+    for file, names in sorted(by_file.items()):
+        yield f"{library}/{file}", lambda names=names: make(names)
+
+
+def timm_cases() -> Cases:
     """Yield a model of each file of timm's models."""
     import timm
 
-    by_file: dict[str, list[str]] = {}
-    for name in timm.list_models():
-        file = timm.model_entrypoint(name).__module__.rpartition(".")[2]
-        by_file.setdefault(file, []).append(name)
-
-    def make(names: list[str]) -> tuple[nn.Module, dict[str, Any]]:
-        model = smallest(names, lambda name: timm.create_model(name, num_classes=10))
-        return model, {"x": image(model.pretrained_cfg["input_size"][-1])}
-
-    for file, names in sorted(by_file.items()):
-        yield Case(f"timm/{file}", lambda names=names: make(names))
+    return smallest_of_each(
+        "timm",
+        timm.list_models(),
+        lambda name: timm.model_entrypoint(name).__module__,
+        timm.create_model,
+        lambda model, _: {"x": image(model.pretrained_cfg["input_size"][-1])},
+    )
 
 
-def torchvision_cases() -> Iterator[Case]:
+def torchvision_cases() -> Cases:
     """Yield a model of each architecture that torchvision classifies images with."""
     from torchvision import models
 
-    by_file: dict[str, list[str]] = {}
-    for name in models.list_models(module=models):
-        file = models.get_model_builder(name).__module__.rpartition(".")[2]
-        by_file.setdefault(file, []).append(name)
-
-    def make(names: list[str]) -> tuple[nn.Module, dict[str, Any]]:
-        model = smallest(names, lambda name: models.get_model(name, num_classes=10))
-        return model, {"x": image(299 if "inception" in names[0] else 224)}
-
-    for file, names in sorted(by_file.items()):
-        yield Case(f"torchvision/{file}", lambda names=names: make(names))
+    return smallest_of_each(
+        "torchvision",
+        models.list_models(module=models),
+        lambda name: models.get_model_builder(name).__module__,
+        models.get_model,
+        lambda _, name: {"x": image(299 if "inception" in name else 224)},
+    )
 
 
-def diffusers_cases() -> Iterator[Case]:
+def diffusers_cases() -> Cases:
     """Yield small denoisers of diffusers, and an autoencoder."""
     import diffusers
 
     words, time = torch.randn(2, 7, 32), torch.tensor([1, 2])
-    latents = image(8, channels=4)
-    sizes: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+    latents, pooled = image(8, channels=4), torch.randn(2, 64)
+    layers: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+    channels = {"in_channels": 4, "out_channels": 4}
+    denoised = {"hidden_states": latents, "timestep": time}
+    prompted = denoised | {"encoder_hidden_states": words}
 
-    def case(name: str, options: dict[str, Any], inputs: dict[str, Any]) -> Case:
-        return Case(f"diffusers/{name}", lambda: (getattr(diffusers, name)(**options), inputs))
-
-    yield case(
-        "DiTTransformer2DModel",
-        sizes
-        | {"in_channels": 4, "out_channels": 8, "sample_size": 8, "num_embeds_ada_norm": 1000},
-        {"hidden_states": latents, "timestep": time, "class_labels": time},
-    )
-    yield case(
-        "PixArtTransformer2DModel",
-        sizes
-        | {
-            "in_channels": 4,
-            "out_channels": 8,
-            "sample_size": 8,
-            "cross_attention_dim": 64,
-            "caption_channels": 32,
-            "use_additional_conditions": False,
-        },
-        {
-            "hidden_states": latents,
-            "encoder_hidden_states": words,
-            "timestep": time,
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    )
-    yield case(
-        "SD3Transformer2DModel",
-        sizes
-        | {
-            "sample_size": 8,
-            "patch_size": 1,
-            "in_channels": 4,
-            "out_channels": 4,
-            "joint_attention_dim": 32,
-            "caption_projection_dim": 64,
-            "pooled_projection_dim": 64,
-        },
-        {
-            "hidden_states": latents,
-            "encoder_hidden_states": words,
-            "timestep": time,
-            "pooled_projections": torch.randn(2, 64),
-        },
-    )
-    yield case(
-        "FluxTransformer2DModel",
-        {
-            "patch_size": 1,
-            "in_channels": 16,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 32,
-            "axes_dims_rope": (4, 4, 8),
-        },
-        {
-            "hidden_states": torch.randn(2, 16, 16),
-            "encoder_hidden_states": words,
-            "timestep": time,
-            "pooled_projections": torch.randn(2, 32),
-            "img_ids": torch.zeros(16, 3),
-            "txt_ids": torch.zeros(7, 3),
-        },
-    )
-    yield case(
-        "WanTransformer3DModel",
-        {
-            "patch_size": (1, 2, 2),
-            "num_attention_heads": 2,
-            "attention_head_dim": 12,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_dim": 32,
-            "freq_dim": 256,
-            "ffn_dim": 32,
-            "num_layers": 2,
-            "cross_attn_norm": True,
-            "qk_norm": "rms_norm_across_heads",
-            "rope_max_seq_len": 32,
-        },
-        {
-            "hidden_states": torch.randn(2, 4, 2, 8, 8),
-            "encoder_hidden_states": words,
-            "timestep": time,
-        },
-    )
-    yield case(
-        "UNet2DConditionModel",
-        {
-            "block_out_channels": (32, 64),
-            "layers_per_block": 1,
-            "sample_size": 8,
-            "in_channels": 4,
-            "out_channels": 4,
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-            "cross_attention_dim": 32,
-            "attention_head_dim": 8,
-            "norm_num_groups": 8,
-        },
-        {"sample": latents, "timestep": 3, "encoder_hidden_states": words},
-    )
-    yield case(
-        "AutoencoderKL",
-        {
-            "block_out_channels": (32, 64),
-            "down_block_types": ("DownEncoderBlock2D",) * 2,
-            "up_block_types": ("UpDecoderBlock2D",) * 2,
-            "norm_num_groups": 8,
-        },
-        {"sample": image(32)},
-    )
+    dit = layers | channels | {"out_channels": 8, "sample_size": 8, "num_embeds_ada_norm": 1000}
+    pixart = layers | {"in_channels": 4, "out_channels": 8, "sample_size": 8}
+    pixart |= {"cross_attention_dim": 64, "caption_channels": 32}
+    pixart |= {"use_additional_conditions": False}
+    sizes = {"resolution": None, "aspect_ratio": None}
+    sd3 = layers | channels | {"sample_size": 8, "patch_size": 1, "joint_attention_dim": 32}
+    sd3 |= {"caption_projection_dim": 64, "pooled_projection_dim": 64}
+    flux = layers | {"patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1}
+    flux |= {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    flux |= {"axes_dims_rope": (4, 4, 8)}
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}
+    places |= {"hidden_states": torch.randn(2, 16, 16), "pooled_projections": torch.randn(2, 32)}
+    wan = layers | channels | {"patch_size": (1, 2, 2), "num_attention_heads": 2}
+    wan |= {"attention_head_dim": 12, "text_dim": 32, "freq_dim": 256, "ffn_dim": 32}
+    wan |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
+    blocks = {"block_out_channels": (32, 64), "norm_num_groups": 8}
+    unet = channels | blocks | {"layers_per_block": 1, "sample_size": 8, "attention_head_dim": 8}
+    unet |= {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")}
+    unet |= {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 32}
+    coder = blocks | {"down_block_types": ("DownEncoderBlock2D",) * 2}
+    coder |= {"up_block_types": ("UpDecoderBlock2D",) * 2}
+    for name, options, inputs in (
+        ("DiTTransformer2DModel", dit, denoised | {"class_labels": time}),
+        ("PixArtTransformer2DModel", pixart, prompted | {"added_cond_kwargs": sizes}),
+        ("SD3Transformer2DModel", sd3, prompted | {"pooled_projections": pooled}),
+        ("FluxTransformer2DModel", flux, prompted | places),
+        (
+            *("WanTransformer3DModel", wan),
+            prompted | {"hidden_states": torch.randn(2, 4, 2, 8, 8)},
+        ),
+        (
+            *("UNet2DConditionModel", unet),
+            {"sample": latents, "timestep": 3, "encoder_hidden_states": words},
+        ),
+        ("AutoencoderKL", coder, {"sample": image(32)}),
+    ):
+        kind = getattr(diffusers, name)
+        yield (
+            f"diffusers/{name}",
+            lambda kind=kind, options=options, inputs=inputs: (kind(**options), inputs),
+        )
 
 
-def open_clip_cases() -> Iterator[Case]:
+def open_clip_cases() -> Cases:
     """Yield a small CLIP, and a CoCa."""
     from open_clip import coca_model, model
 
     vision = {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8}
     text = {"context_length": 16, "vocab_size": 99, "width": 64, "heads": 4, "layers": 2}
     inputs = {"image": image(32), "text": torch.randint(1, 99, (2, 16))}
-    yield Case("open_clip/CLIP", lambda: (model.CLIP(64, vision, text), inputs))
+    yield "open_clip/CLIP", lambda: (model.CLIP(64, vision, text), inputs)
     decoder = coca_model.MultimodalCfg(**text, dim_head=16)
     pooled = vision | {"attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True}
     with_class = text | {"embed_cls": True, "output_tokens": True, "vocab_size": 99}
-    yield Case("open_clip/CoCa", lambda: (coca_model.CoCa(64, decoder, with_class, pooled), inputs))
+    yield "open_clip/CoCa", lambda: (coca_model.CoCa(64, decoder, with_class, pooled), inputs)
 
 
-def litgpt_cases() -> Iterator[Case]:
+def litgpt_cases() -> Cases:
     """Yield the GPT of litgpt in the configurations of some families."""
     from litgpt import GPT, Config
 
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "padded_vocab_size": 128, "block_size": 64}
-    for name in (
-        "pythia-14m",
-        "Llama-3.2-1B",
-        "Gemma-2-2b",
-        "phi-2",
-        "Qwen2.5-0.5B",
-        "OLMo-2-1124-7B",
-    ):
-        options: dict[str, Any] = {"intermediate_size": 96, "n_query_groups": 2, "head_size": 16}
-        if name in ("pythia-14m", "phi-2"):
-            options["n_query_groups"] = 4
-        yield Case(
-            f"litgpt/{name}",
-            lambda name=name, options=options: (
-                GPT(Config.from_name(name, **sizes, **options)),
-                {"idx": torch.randint(128, (2, 16))},
-            ),
-        )
+    sizes |= {"intermediate_size": 96, "head_size": 16}
+    groups = {"pythia-14m": 4, "Llama-3.2-1B": 2, "Gemma-2-2b": 2, "phi-2": 4}
+    groups |= {"Qwen2.5-0.5B": 2, "OLMo-2-1124-7B": 2}
+    for name, number in groups.items():
+        config = Config.from_name(name, **sizes, n_query_groups=number)
+
+        def make(config: Any = config) -> Made:
+            return GPT(config), {"idx": torch.randint(128, (2, 16))}
+
+        yield f"litgpt/{name}", make
 
 
-def x_transformers_cases() -> Iterator[Case]:
+def x_transformers_cases() -> Cases:
     """Yield decoders and an encoder of x-transformers with options that change their layers."""
     from x_transformers import Decoder, Encoder, TransformerWrapper, ViTransformerWrapper
 
-    variants: dict[str, dict[str, Any]] = {
+    sizes: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "attn_dim_head": 16}
+    gated = {"rotary_pos_emb": True, "use_rmsnorm": True, "ff_glu": True, "ff_swish": True}
+    for name, options in {
         "decoder": {},
         "decoder, flash": {"attn_flash": True},
-        "decoder, rotary, RMSNorm, SwiGLU": {
-            "rotary_pos_emb": True,
-            "use_rmsnorm": True,
-            "ff_glu": True,
-            "ff_swish": True,
-            "attn_flash": True,
-        },
+        "decoder, rotary, RMSNorm, SwiGLU": gated | {"attn_flash": True},
         "decoder, ALiBi, groups": {"alibi_pos_bias": True, "attn_kv_heads": 2, "attn_flash": True},
-    }
-    for name, options in variants.items():
-        yield Case(
-            f"x_transformers/{name}",
-            lambda options=options: (
-                TransformerWrapper(
-                    num_tokens=128,
-                    max_seq_len=32,
-                    attn_layers=Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **options),
-                ),
-                {"x": torch.randint(128, (2, 16))},
-            ),
-        )
-    yield Case(
-        "x_transformers/vision",
-        lambda: (
-            ViTransformerWrapper(
-                image_size=32,
-                patch_size=8,
-                num_classes=10,
-                attn_layers=Encoder(dim=64, depth=2, heads=4, attn_dim_head=16),
-            ),
-            {"img": image(32)},
-        ),
-    )
+    }.items():
+
+        def make(options: dict[str, Any] = options) -> Made:
+            layers = Decoder(**sizes, **options)
+            model = TransformerWrapper(num_tokens=128, max_seq_len=32, attn_layers=layers)
+            return model, {"x": torch.randint(128, (2, 16))}
+
+        yield f"x_transformers/{name}", make
+
+    def make_vision() -> Made:
+        layers, picture = Encoder(**sizes), {"image_size": 32, "patch_size": 8}
+        model = ViTransformerWrapper(**picture, num_classes=10, attn_layers=layers)
+        return model, {"img": image(32)}
+
+    yield "x_transformers/vision", make_vision
 
 
 CASES = {
@@ -397,17 +306,17 @@ def fill_zero_weights(model: nn.Module) -> None:
             nn.init.normal_(weight, std=0.02)
 
 
-def row_of(case: Case) -> dict[str, Any]:
+def row_of(name: str, make: Callable[[], Made]) -> dict[str, Any]:
     """Return the row of a model: what is fused in which way, and how far its values are off."""
     torch.manual_seed(0)
-    model, inputs = case.make()
+    model, inputs = make()
     fill_zero_weights(model)
     model.eval()  # what is drawn in training may be drawn in another order
     patched = copy.deepcopy(model)
-    entry = coverage(case.name, patched, "")
+    entry = coverage(name, patched, "")
     stock = values_of(model, inputs)
     row = {
-        "name": case.name,
+        "name": name,
         "cells": {column: entry.cell(column) for column in COLUMNS},
         "difference": difference(values_of(patched, inputs), stock),
     }
@@ -439,17 +348,17 @@ def main() -> int:
     logging.disable(logging.WARNING)
     import_torchvision()
     libraries = dict.fromkeys(name.partition("/")[0] for name in names) or CASES
-    cases = [case for library in libraries for case in CASES[library]()]
+    cases = {name: make for library in libraries for name, make in CASES[library]()}
     if names:
-        cases = [case for case in cases if case.name in names]
-        for case in cases:
-            print(fusedops.patch(case.make()[0], level="O3"))
+        cases = {name: make for name, make in cases.items() if name in names}
+        for make in cases.values():
+            print(fusedops.patch(make()[0], level="O3"))
     rows: list[dict[str, Any]] = []
-    for case in track(cases, "models"):
+    for name, make in track(cases.items(), "models"):
         try:
-            rows.append(row_of(case))
+            rows.append(row_of(name, make))
         except Exception as error:
-            rows.append({"name": case.name, "error": f"{type(error).__name__}: {error}"[:160]})
+            rows.append({"name": name, "error": f"{type(error).__name__}: {error}"[:160]})
     record = json.loads(LIBRARIES.read_text()) if names else {"rows": []}
     new = {row["name"]: row for row in rows}
     record["rows"] = [new.pop(row["name"], row) for row in record["rows"]] + list(new.values())

@@ -3,9 +3,8 @@
 Every type is built on the meta device with two layers, patched at level O3, and its report read:
 nothing is downloaded.
 
-    python tools/coverage_page.py            # writes the page
-    python tools/coverage_page.py --check    # fails if the page says something else
-    python tools/coverage_page.py llama      # prints the report of one type
+    python tools/coverage_page.py          # writes the page
+    python tools/coverage_page.py llama    # prints the report of one type
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import importlib
 import inspect
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,17 +77,11 @@ _OTHER_NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 @dataclass
 class TypeCoverage:
-    """What of a model type is fused.
-
-    Attributes:
-        name: of the type.
-        ways: column -> how the rules are known: ``table``, ``copy``, ``code`` or ``registry``.
-        present: columns for which the model has modules.
-    """
+    """What of a model type is fused."""
 
     name: str
-    ways: dict[str, list[str]]
-    present: set[str]
+    ways: dict[str, list[str]]  # column -> "table", "copy", "code" or "registry"
+    present: set[str]  # columns for which the model has modules
 
     def cell(self, column: str) -> str:
         """Return what the page says in a column."""
@@ -111,12 +103,8 @@ def small_model(
 ) -> nn.Module:
     """Return a model of a type, with two layers where that is possible.
 
-    Args:
-        name: of the type.
-        auto: name of the class that builds it.
-        device: where its parameters are.
-        few: whether it has a vocabulary of 1,024 words and at most 16 experts.
-        or_large: whether a type whose configuration takes no other sizes is built with its own.
+    ``few`` asks for a vocabulary of 1,024 words and at most 16 experts. With ``or_large`` a type
+    whose configuration takes no other sizes is built with its own.
     """
     config = transformers.AutoConfig.for_model(name)
     builder = getattr(transformers, auto)
@@ -149,28 +137,8 @@ def way_of(module: nn.Module) -> str:
     return "registry" if asks and rule.level == "O2" else "code"
 
 
-def example_inputs(model: Any, task: str) -> dict[str, torch.Tensor]:
-    """Return arguments with which a model of a task runs."""
-    config, device = model.config, next(model.parameters()).device
-    if task == "image classification" and config.model_type != "imagegpt":
-        size = getattr(config, "image_size", 224)
-        sizes = size if isinstance(size, (list, tuple)) else (size, size)
-        return {"pixel_values": torch.ones(1, config.num_channels, *sizes, device=device)}
-    words = torch.full((1, 64), 5, device=device)
-    if config.model_type == "perceiver":
-        return {"inputs": words[:, :1].expand(1, config.max_position_embeddings)}
-    names = ["input_ids"] + (["decoder_input_ids"] if task == "sequence to sequence" else [])
-    return dict.fromkeys(names, words)
-
-
 def coverage(name: str, model: nn.Module, task: str) -> TypeCoverage:
-    """Return what of a model is fused after ``patch``.
-
-    Args:
-        name: of its type.
-        model: of a task.
-        task: one of ``TASKS``.
-    """
+    """Return what of a model of a task is fused after ``patch``."""
     report = fusedops.patch(model, level="O3")
     modules = dict(model.named_modules())
     ways: dict[str, list[str]] = {column: [] for column in COLUMNS}
@@ -323,27 +291,19 @@ def page() -> str:
     return "\n".join([*lines, *tables, *libraries()]) + "\n"
 
 
-def main() -> int:
-    """Write or check the page, or print a report."""
+def main() -> None:
+    """Write the page, or print a report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("type", nargs="?", help="print the report of this type")
-    parser.add_argument("--check", action="store_true", help="fail if the page differs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if options.type:
         auto = next(auto for names, auto in TASKS.values() if options.type in names)
         print(fusedops.patch(small_model(options.type, auto), level="O3"))
-        return 0
-    content = page()
-    if options.check:
-        if PAGE.read_text() == content:
-            return 0
-        print(f"{PAGE} is stale: run python tools/coverage_page.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(content)
-    return 0
+        return
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -124,10 +124,7 @@ def _write_sources(target: Path, namespace: str) -> None:
 def relocated(text: str, *, depth: int, namespace: str) -> str:
     """Return a source file of fusedops with relative imports and with another namespace.
 
-    Args:
-        text: the source.
-        depth: in how many folders of the package it is.
-        namespace: of its operators.
+    ``depth`` is in how many folders of the package it is.
 
     Raises:
         ValueError: a line names fusedops in a way that this does not know.

@@ -299,8 +299,7 @@ def _tool(name: str, *arguments: str) -> str:
 def other_versions(*, strict: bool) -> int:
     """Say what the committed tables of other Tritons lack; returns the exit code.
 
-    Args:
-        strict: whether a kernel without a row of its present sources fails, not only a spill.
+    It is 1 for a spill; if ``strict`` also for a kernel without a row of its present sources.
     """
     from fusedops.kernels import _triton_version
 

@@ -15,7 +15,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fusedops"
@@ -61,33 +60,14 @@ BANNED = {
 SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
 
 
-class Name(NamedTuple):
-    """A name that is public, and where it is.
-
-    Attributes:
-        kind: ``"file"`` or ``"class"``.
-        text: the name.
-        path: of its file, from the root of the package.
-        line: in it.
-    """
-
-    kind: str
-    text: str
-    path: Path
-    line: int
-
-    def __str__(self) -> str:
-        return f"{PACKAGE}/{self.path}:{self.line}: {self.kind} {self.text}"
-
-
-def names(package: Path) -> Iterator[Name]:
-    """Yield the names of a package's files and public classes."""
+def names(package: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield ``file`` or ``class``, the name and its place for each file and public class."""
     for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        yield Name("file", path.stem, relative, 1)
+        place = f"{PACKAGE}/{path.relative_to(package)}"
+        yield "file", path.stem, f"{place}:1"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield Name("class", node.name, relative, node.lineno)
+                yield "class", node.name, f"{place}:{node.lineno}"
 
 
 def words(name: str) -> list[str]:
@@ -100,17 +80,17 @@ def words(name: str) -> list[str]:
 def errors(package: Path) -> list[str]:
     """Return a line for each name that the package must not have."""
     lines = []
-    classes: dict[str, list[Name]] = defaultdict(list)
-    for name in names(package):
-        if name.kind == "class":
-            classes[name.text].append(name)
-        bad = [word for word in words(name.text) if word in BANNED]
-        lines += [f"{name}: not {word!r}, but {BANNED[word]}" for word in bad]
+    classes: dict[str, list[str]] = defaultdict(list)
+    for kind, text, place in names(package):
+        if kind == "class":
+            classes[text].append(place)
+        bad = [word for word in words(text) if word in BANNED]
+        lines += [f"{place}: {kind} {text}: not {word!r}, but {BANNED[word]}" for word in bad]
     for text, places in classes.items():
-        if len(places) == 1 or text in SHARED_NAMES:
-            continue
-        others = ", ".join(f"{PACKAGE}/{name.path}" for name in places[1:])
-        lines.append(f"{places[0]}: the name occurs {len(places)} times, also in {others}")
+        if len(places) > 1 and text not in SHARED_NAMES:
+            others = ", ".join(place.rpartition(":")[0] for place in places[1:])
+            count = f"the name occurs {len(places)} times, also in {others}"
+            lines.append(f"{places[0]}: class {text}: {count}")
     return lines
 
 

@@ -29,11 +29,9 @@ _KINDS = {
 
 
 def stand_ins(folder: Path, compiler: str) -> list[str]:
-    """Make the stand-ins and the object of ``old_system.cpp``; return what the linker needs.
+    """Make the stand-ins and the object of ``old_system.cpp`` in a folder, if they are not there.
 
-    Args:
-        folder: where they are made; what is there already is used.
-        compiler: the C++ compiler.
+    Returns what the linker needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("libc.so.6", "libm.so.6", "libstdc++.so.6"):

@@ -19,28 +19,18 @@ REPORTS = Path(__file__).resolve().parent.parent / "docs" / "reports"
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A report: where it is kept, what identifies a row, and what may not grow.
+    """A report: where it is kept, what identifies a row, and what may not grow."""
 
-    Attributes:
-        path: the CSV file that is committed.
-        command: what writes it, for the messages.
-        compiler: name and version of what made the figures.
-        keys: columns that identify a row.
-        bounded: columns whose figures may fall but not rise; empty ones are not compared.
-        not_below: columns whose figures may rise but not fall.
-        problems: the fixed rules: returns a sentence per violation of a row.
-        digest: column that says which sources the figures are of, if there is one: a committed row
-            of other sources is stale even where its figures are the same.
-    """
-
-    path: Path
-    command: str
-    compiler: str
-    keys: tuple[str, ...]
-    bounded: tuple[str, ...]
-    problems: Callable[[Row], list[str]]
+    path: Path  # the CSV file that is committed
+    command: str  # what writes it, for the messages
+    compiler: str  # name and version of what made the figures
+    keys: tuple[str, ...]  # columns that identify a row
+    bounded: tuple[str, ...]  # of figures that may not rise; empty ones are not compared
+    problems: Callable[[Row], list[str]]  # a sentence for each fixed rule that a row violates
+    # Column that says which sources the figures are of, if there is one: a committed row of other
+    # sources is stale even where its figures are the same.
     digest: str = ""
-    not_below: tuple[str, ...] = ()
+    not_below: tuple[str, ...] = ()  # columns of figures that may not fall
 
 
 def figures(table: Table) -> dict[str, Row]:
@@ -124,15 +114,13 @@ def _differences(
     if compiler != table.compiler:
         print(f"figures not compared: committed ones are of {compiler}, this is {table.compiler}")
         return sorted(found)
+    compared = [(column, 1, "rose") for column in table.bounded]
+    compared += [(column, -1, "fell") for column in table.not_below]
     for name in now.keys() & before.keys():
-        for column in table.bounded:
+        for column, sign, verb in compared:
             was, new = before[name].get(column, ""), now[name].get(column, "")
-            if was and new and float(new) > float(was):
-                found.append(f"{name}: {column} rose from {was} to {new}")
-        for column in table.not_below:
-            was, new = before[name].get(column, ""), now[name].get(column, "")
-            if was and new and float(new) < float(was):
-                found.append(f"{name}: {column} fell from {was} to {new}")
+            if was and new and sign * float(new) > sign * float(was):
+                found.append(f"{name}: {column} {verb} from {was} to {new}")
     stale = [
         name
         for name in sorted(now.keys() & before.keys())

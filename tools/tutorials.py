@@ -1,7 +1,6 @@
 """The tutorials: the code and the outputs on their pages are those of the scripts in ``examples``.
 
     python tools/tutorials.py refresh [NAME ...]    # runs scripts and commands, rewrites the pages
-    python tools/tutorials.py check                 # exit code 1 if a page differs from its script
     python tools/tutorials.py notebooks             # writes examples/notebooks (needs nbformat)
 
 The page ``docs/tutorials/NAME.md`` belongs to the script ``examples/NAME.py``. Lines ``# %%`` split
@@ -47,17 +46,11 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page.
+    """A block of a page."""
 
-    Attributes:
-        language: ``"python"`` or ``"bash"``.
-        code: its lines.
-        output: what it printed, or ``None`` if the page does not show that.
-    """
-
-    language: str
+    language: str  # ``"python"`` or ``"bash"``
     code: str
-    output: str | None
+    output: str | None  # what it printed, or ``None`` if the page does not show that
 
     def __str__(self) -> str:
         text = f"```{self.language}\n{self.code}```\n"
@@ -297,10 +290,10 @@ def write_notebooks() -> None:
         print(f"wrote examples/notebooks/{name}.ipynb")
 
 
-def _refresh(selected: Sequence[str], clients_python: Path) -> Iterator[str]:
+def _refresh(selected: Sequence[str]) -> Iterator[str]:
     """Rewrite pages and yield what could not be done."""
     for name in selected:
-        python = clients_python if name in CLIENT_NAMES else Path(sys.executable)
+        python = CLIENTS_PYTHON if name in CLIENT_NAMES else Path(sys.executable)
         if not python.exists():
             yield f"{name}: needs {python}; `make test-clients` makes it"
             continue
@@ -314,9 +307,8 @@ def _refresh(selected: Sequence[str], clients_python: Path) -> Iterator[str]:
 def main() -> int:
     """Run a command of the module's docstring and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["refresh", "check", "notebooks", "cells"])
+    parser.add_argument("command", choices=["refresh", "notebooks", "cells"])
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--clients-python", type=Path, default=CLIENTS_PYTHON)
     arguments = parser.parse_intermixed_args()
     if arguments.command == "cells":
         run_cells(Path(arguments.names[0]))
@@ -329,11 +321,7 @@ def main() -> int:
             parser.error("needs nbformat; `make notebooks` installs it")
         write_notebooks()
         return 0
-    selected = arguments.names or names()
-    if arguments.command == "refresh":
-        lines = list(_refresh(selected, arguments.clients_python))
-    else:
-        lines = [line for name in selected for line in differences(name)]
+    lines = list(_refresh(arguments.names or names()))
     print("\n".join(lines), file=sys.stderr, end="\n" if lines else "")
     return int(bool(lines))
 

@@ -57,6 +57,7 @@ class _Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = rank_device().device
         self.priority = priority
+        self.cuda_stream = 0
 
     def wait_event(self, event: Any) -> None:
         rank_device().record("stream", "Stream.wait_event")
@@ -83,8 +84,24 @@ class _Stream:
         rank_device().streams.pop()
 
 
-def _answers(gpus: int) -> dict[str, Any]:
+class _DeviceGuard:
+    """Stands for ``torch.cuda.device``: another GPU is the current one inside of it."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = rank_device().named(device)
+
+    def __enter__(self) -> None:
+        stand_in = rank_device()
+        self._before = stand_in.device
+        stand_in.device = self._device or self._before
+
+    def __exit__(self, *error: object) -> None:
+        rank_device().device = self._before
+
+
+def answers(gpus: int, capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda`` on a node with so many GPUs."""
+    major, minor = capability
     default_streams: dict[torch.device, _Stream] = {}
 
     def current_stream(device: Any = None) -> _Stream:
@@ -96,7 +113,7 @@ def _answers(gpus: int) -> dict[str, Any]:
     def properties(device: Any = None) -> Any:
         name = f"stand-in {rank_device().device}"
         sizes = {"total_memory": 80 << 30, "multi_processor_count": 132}
-        return SimpleNamespace(name=name, uuid=name, major=9, minor=0, **sizes)
+        return SimpleNamespace(name=name, uuid=name, major=major, minor=minor, **sizes)
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
@@ -107,7 +124,7 @@ def _answers(gpus: int) -> dict[str, Any]:
         "device_count": lambda: gpus,
         "current_device": lambda: rank_device().device.index,
         "set_device": nothing,
-        "device": lambda device: contextlib.nullcontext(),
+        "device": _DeviceGuard,
         "synchronize": lambda device=None: rank_device().record("wait", "torch.cuda.synchronize"),
         "current_stream": current_stream,
         "default_stream": current_stream,
@@ -115,7 +132,7 @@ def _answers(gpus: int) -> dict[str, Any]:
         "Event": _Event,
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "get_device_properties": properties,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: capability,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "memory_allocated": lambda device=None: 0,
@@ -169,7 +186,7 @@ def stand_in_cuda(gpus: int) -> Iterator[None]:
         make_hooks(hooks, *callbacks)
 
     replaced: list[tuple[Any, str, Any]] = [
-        *((torch.cuda, name, value) for name, value in _answers(gpus).items()),
+        *((torch.cuda, name, value) for name, value in answers(gpus).items()),
         (backends, "_device", host_device),
         (exchange_kernels, "run", run_exchange),
         (torch.Tensor, "_make_wrapper_subclass", wrapper_on_host),

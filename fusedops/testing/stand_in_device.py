@@ -119,10 +119,15 @@ class StandIn:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Give the calling thread the device."""
+        with self.as_current(), _Operators(), _Functions():
+            yield
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Let ``torch.cuda`` answer for the device on the calling thread, and nothing else."""
         _thread.device = self
         try:
-            with _Operators(), _Functions():
-                yield
+            yield
         finally:
             _thread.device = None
 

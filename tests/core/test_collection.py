@@ -27,20 +27,8 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 MISSING = (
-    "accelerate",
-    "click",
-    "datasets",
-    "expecttest",
-    "hypothesis",
-    "matplotlib",
-    "pandas",
-    "psutil",
-    "rich",
-    "safetensors",
-    "scipy",
-    "tokenizers",
-    "transformers",
-    "typer",
+    *("accelerate", "click", "datasets", "expecttest", "hypothesis", "matplotlib", "pandas"),
+    *("psutil", "rich", "safetensors", "scipy", "tokenizers", "transformers", "typer"),
 )
 HOT = ("hot_configurations", "hot_lists", "gpu_behaviour", "hot_coverage")
 

@@ -15,25 +15,26 @@ in ``docs/tutorials`` show scripts: ``tests/examples/test_tutorials.py`` runs th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import pytest
 from run_ranks import start_process
+
+from fusedops.testing.processes import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -51,24 +52,14 @@ _PARTS = re.compile(
 _TORCHRUN = re.compile(r"# torchrun --nproc-per-node (\d+) ")
 
 
-Run = Callable[[Path, Sequence["Block"]], None]
-
-
 @dataclass(frozen=True)
 class Block:
-    """Code of a page.
+    """Code of a page."""
 
-    Attributes:
-        line: the number of its first line in the page.
-        code: what runs.
-        not_run: why it does not run, or ``None``.
-        processes: how many run it, and what follows.
-    """
-
-    line: int
+    line: int  # the number of its first line in the page
     code: str
-    not_run: str | None = None
-    processes: int = 1
+    not_run: str | None = None  # why it does not run
+    processes: int = 1  # how many run it, and what follows
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -92,76 +83,58 @@ def blocks_of(text: str) -> list[Block]:
     return blocks
 
 
-class Forks:
-    """A process that has imported what pages import, and forks for each page.
-
-    transformers takes seconds to import, more than most pages take to run.
-    """
-
-    def __init__(self) -> None:
-        self._connection: Connection | None = None
-        self._process: Any = None
-
-    def run(self, page: Path, blocks: Sequence[Block], folder: Path) -> None:
-        """Run the blocks of a page in a process of its own; raise if one fails."""
-        if self._connection is None:
-            self._process, self._connection = start_process(_fork_for_pages)
-        self._connection.send((str(page), blocks, str(folder)))
-        failure = _answer(self._connection, time.monotonic() + TIMEOUT)
-        if failure is not None:
-            self.close()
-            raise AssertionError(f"{page.name}: {failure}")
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._connection = self._process = None
-
-
-def _fork_for_pages(connection: Connection) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with contextlib.suppress(ImportError):  # pages that need it are skipped
-        from transformers import GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
-    while True:
-        try:
-            page, blocks, folder = connection.recv()
-        except EOFError:
-            return
-        child = os.fork()
-        if child == 0:
-            signal.alarm(int(TIMEOUT))  # ends a page that hangs
-            connection.send(_failure(page, blocks, folder, rank=0))
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            connection.send(f"the process has ended with status {status}")
+# Runs blocks, each of which is the number of its first line and its code. Empty lines before
+# the code give a traceback the numbers of the page.
+PROGRAM = """
+import os, sys, torch
+torch.set_num_threads(1)
+torch.manual_seed(int(os.environ.get("RANK", "0")))
+sys.stdout = open(os.devnull, "w")
+namespace = {{"__name__": "page"}}
+for line, code in {blocks!r}:
+    exec(compile("\\n" * (line - 1) + code, {page!r}, "exec"), namespace)
+"""
+# What takes seconds to import: more than most pages take to run.
+IMPORTED = ",".join(
+    [
+        *("torch", *PRELOADED, "fusedops.models", "torch.distributed.tensor", "torch._dynamo"),
+        *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+        "transformers.trainer",
+    ]
+)
+# What torchrun would have told init_process_group("gloo").
+AS_TORCHRUN = """
+from torch import distributed
+store = distributed.FileStore({store!r}, {ranks})
+join = distributed.init_process_group
+distributed.init_process_group = lambda backend: join(
+    backend, store=store, rank={rank}, world_size={ranks}
+)
+"""
 
 
-def _answer(connection: Connection, deadline: float) -> str | None:
-    """Return why a process failed, ``None`` if it did not."""
-    if not connection.poll(max(0.0, deadline - time.monotonic())):
-        return f"no answer in {TIMEOUT} s"
-    try:
-        answer: str | None = connection.recv()
-    except EOFError:
-        return "the process has ended"
-    return answer
-
-
-def run_on_ranks(page: Path, blocks: Sequence[Block], folder: Path, ranks: int) -> None:
-    """Run the blocks of a page as torchrun would; raise if a rank fails."""
+def run(page: Path, blocks: Sequence[Block], folder: Path, imported: str = "torch") -> None:
+    """Run the blocks of a page in processes of their own; raise if one fails."""
+    runs = [(block.line, block.code) for block in blocks if block.not_run is None]
+    program = PROGRAM.format(blocks=runs, page=str(page))
+    ranks = max((block.processes for block in blocks if block.not_run is None), default=1)
+    if ranks == 1:
+        path = os.pathsep.join(sys.path)  # pages import modules of tests, too
+        fresh_process.run(program, folder=folder, check=True, imported=imported, PYTHONPATH=path)
+        return
     started = []
     for rank in range(ranks):
         own = folder / str(rank)
         own.mkdir()
-        arguments = (str(page), blocks, str(own), rank, ranks, str(folder / "store"))
-        started.append(start_process(_run_rank, *arguments))
+        joined = AS_TORCHRUN.format(store=str(folder / "store"), rank=rank, ranks=ranks)
+        numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
+        words = {name: str(number) for name, number in numbers.items()}
+        started.append(start_process(_run_rank, joined + program, str(own), words))
     deadline = time.monotonic() + TIMEOUT
     try:
         for rank, (_, connection) in enumerate(started):
-            failure = _answer(connection, deadline)
+            assert connection.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
+            failure = connection.recv()
             assert failure is None, f"{page.name}, rank {rank} of {ranks}: {failure}"
     finally:
         for process, _ in started:
@@ -169,92 +142,34 @@ def run_on_ranks(page: Path, blocks: Sequence[Block], folder: Path, ranks: int) 
             process.join()
 
 
-def _run_rank(
-    connection: Connection,
-    page: str,
-    blocks: Sequence[Block],
-    folder: str,
-    rank: int,
-    ranks: int,
-    store: str,
-) -> None:
-    _as_torchrun(rank, ranks, store)
-    connection.send(_failure(page, blocks, folder, rank))
-
-
-def _failure(page: str, blocks: Sequence[Block], folder: str, rank: int) -> str | None:
-    """Run the blocks; return the traceback of the first one that fails."""
-    import torch
-
+def _run_rank(connection: Connection, program: str, folder: str, variables: Any) -> None:
     os.chdir(folder)
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    namespace: dict[str, Any] = {"__name__": "page"}
+    os.environ |= variables
     try:
-        with open(os.devnull, "w") as silence:
-            sys.stdout = silence
-            for block in blocks:
-                # Lines before it are empty: a traceback has the numbers of the page.
-                code = compile("\n" * (block.line - 1) + block.code, page, "exec")
-                exec(code, namespace)
+        exec(program, {})
+        connection.send(None)
     except BaseException:
-        return traceback.format_exc()
-    return None
-
-
-def _as_torchrun(rank: int, ranks: int, store: str) -> None:
-    """Let ``init_process_group("gloo")`` find what torchrun would have said."""
-    from torch import distributed as dist
-
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    original = dist.init_process_group
-
-    def init(backend: str) -> None:
-        original(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-
-    dist.init_process_group = init
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
-
-
-@pytest.fixture
-def run(forks: Forks, tmp_path: Path) -> Run:
-    """``run(page, blocks)`` raises with the traceback of the first block that fails."""
-
-    def run_page(page: Path, blocks: Sequence[Block]) -> None:
-        runs = [block for block in blocks if block.not_run is None]
-        ranks = max((block.processes for block in runs), default=1)
-        if ranks > 1:
-            run_on_ranks(page, runs, tmp_path, ranks)
-        elif runs:
-            forks.run(page, runs, tmp_path)
-
-    return run_page
+        connection.send(traceback.format_exc())
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_of_the_page_runs(page: Path, run: Run) -> None:
+def test_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page.read_text())
     for package in PACKAGES:
         if any(block.not_run is None and package in block.code for block in blocks):
             pytest.importorskip(package)
-    run(page, blocks)
+    run(page, blocks, tmp_path, IMPORTED)
 
 
 def _page(*lines: str) -> list[Block]:
     return blocks_of("\n".join(lines) + "\n")
 
 
-def test_a_block_that_does_not_run_fails_with_its_line(run: Run) -> None:
+def test_a_block_that_does_not_run_fails_with_its_line(tmp_path: Path) -> None:
     blocks = _page("# Title", "", "```python", "x = 1", "y = x / 0", "```")
     with pytest.raises(AssertionError, match='page.md", line 5(?s:.*)ZeroDivisionError'):
-        run(Path("page.md"), blocks)
+        run(Path("page.md"), blocks, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fresh_process
 import pytest
 import torch
 from first_gpu import __main__ as first_gpu
 from first_gpu import figure_list, figures, plugin
+from test_collection import MISSING
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedops.bench.limits import Limit, Limits
-from fusedops.runtime.timer import clock_for
+from fusedops.runtime.timer import TimingPlan
 from fusedops.specs import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "ops"))  # fake_gpu
-LIMIT = Limit(1e9, "copy", {})
-PATHS = os.pathsep.join(map(str, (ROOT / "tools", ROOT, ROOT / "tests", ROOT / "tests" / "ops")))
+LIMITS = Limits(Limit(1e9, "copy", {}), {})
+PATHS = os.pathsep.join(map(str, (ROOT / "tools", ROOT)))
 
 TESTS = """
 import os, time
@@ -120,6 +122,9 @@ def test_a_call_without_a_gpu_builds_and_says_so(
         pytest.skip("there is a GPU")
     commands: list[Any] = []
     monkeypatch.setattr(first_gpu.Results, "run", lambda self, *args: commands.append(args[0]))
+    monkeypatch.setattr(
+        first_gpu.subprocess, "run", lambda command, **_: fresh_process.run(command[-1])
+    )
     monkeypatch.setattr(sys, "argv", ["first_gpu", "test", str(tmp_path)])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert first_gpu.main() == 2
@@ -129,57 +134,46 @@ def test_a_call_without_a_gpu_builds_and_says_so(
 
 def test_every_figure_is_of_an_op_at_a_size_that_it_can_be_made_in() -> None:
     for figure in figure_list.FIGURES.values():
-        if figure.op != "optimizer":
+        if figure.op != figure_list.OPTIMIZER:
             make = all_specs()[figure.op].bench_case
-            assert make is not None
-            assert make(*figure.sizes, **figure.options).bytes_forward(torch.bfloat16) > 0
+            assert make is not None and make(*figure.sizes).bytes_forward(torch.bfloat16) > 0
     names = [name for group in figure_list.groups().values() for name in group]
     assert sorted(names) == sorted(figure_list.FIGURES)
 
 
-def test_a_figure_has_its_rows_or_the_reason_why_not() -> None:
-    device, limits = torch.device("cpu"), Limits(LIMIT, {"bfloat16": LIMIT})
-    figure = figure_list.Figure("norms", "rms_norm", (16, 64), rivals=("eager",))
-    result = figures.measured(figure, device, clock_for(device), limits)
+def test_a_figure_has_its_rows_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "measure_limits", lambda *_: LIMITS)
+    settings = figures.settings_of(torch.device("cpu"), TimingPlan(least=3, most=3, seconds=0.01))
+
+    def measured(op: str, *sizes: int, mark: tuple[str, float]) -> dict[str, Any]:
+        return figures.measured(figure_list.Figure("group", op, sizes, (), mark), settings)
+
+    result = measured("rms_norm", 16, 64, mark=("limit", 0.5))
     assert result["outcome"] == "passed"
-    assert [row["direction"] for row in result["rows"]] == ["forward", "backward"]
-    assert figure_list.words(result["rows"][0]).startswith("rms_norm 16x64 forward: ")
-    wrong = figures.measured(
-        figure_list.Figure("norms", "rms_norm", (16,)), device, clock_for(device), limits
-    )
+    assert [row["direction"] for row in result["rows"]] == ["forward", "backward", "both"]
+    first = result["rows"][0]
+    assert first["of_mark"] == pytest.approx(first["limit_share"] / 0.5)
+    assert figure_list.words(first).startswith("rms_norm 16x64 forward: ")
+    (row,) = measured("optimizer", 2, 64, mark=("eager", 2.0))["rows"]
+    assert row["rival"] == "eager" and row["of_mark"] == pytest.approx(row["lead"] / 2.0)
+    (row,) = measured("attention_decode", 2, 4, 4, 64, 16, mark=("limit", 1.0))["rows"]
+    assert row["direction"] == "forward", "it has no gradient"
+    wrong = measured("rms_norm", 16, mark=("limit", 1.0))
     assert wrong["outcome"] == "failed" and wrong["error"].startswith("TypeError: ")
 
 
-def test_the_op_of_a_test_is_that_of_its_parameters_and_bfloat16_comes_first() -> None:
-    def item(file: str, name: str, **parameters: Any) -> Any:
-        return SimpleNamespace(
-            path=Path(file), name=name, callspec=SimpleNamespace(params=parameters)
-        )
+def test_what_users_run_comes_first_and_bfloat16_before_other_dtypes() -> None:
+    def stage(file: str, name: str) -> int:
+        return plugin._stage(SimpleNamespace(path=Path(file), name=name))  # type: ignore[arg-type]
 
+    assert stage("test_hot_configurations.py", "test_values[x]") == 0
+    assert stage("test_gpu_behaviour.py", "test_bits[x]") == 3
+    runs = ("triton-cuda-bfloat16", "cuda-cuda-float32", "torch-cuda-float32")
     values = "test_values_and_gradients_match_float64"
-    of_spec = item("test_all_ops.py", f"{values}[triton-cuda-bfloat16-x]", spec=all_specs()["gelu"])
-    assert (plugin._op_of(of_spec), plugin._stage(of_spec)) == ("gelu", 0)
-    by_name = item("test_gpu_behaviour.py", "test_bits[x]", op="gelu")
-    assert (plugin._op_of(by_name), plugin._stage(by_name)) == ("gelu", 3)
-    call = SimpleNamespace(op="attention")
-    hot = item("test_hot_configurations.py", "test_values[x]", call=call)
-    assert (plugin._op_of(hot), plugin._stage(hot)) == ("attention", 0)
-    other = item("test_timer.py", "test_it")
-    assert (plugin._op_of(other), plugin._stage(other)) == ("timer", 3)
-    names = [f"{values}[{run}-x]" for run in ("cuda-cuda-float32", "torch-cuda-float32")]
-    assert [plugin._stage(item("test_all_ops.py", name)) for name in names] == [1, 2]
+    stages = [stage("test_all_ops.py", f"{values}[{run}-x]") for run in runs]
+    assert stages == [0, 1, 2]
 
 
-MISSING = (
-    "click",
-    "expecttest",
-    "hypothesis",
-    "matplotlib",
-    "psutil",
-    "rich",
-    "transformers",
-    "typer",
-)
 IMPORTS = """
 import sys
 for name in {missing}:
@@ -192,13 +186,7 @@ with steps(1) as progress:
 
 
 def test_torch_triton_and_pytest_are_enough() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS.format(missing=MISSING)],
-        env=os.environ | {"PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    fresh_process.run(IMPORTS.format(missing=MISSING), check=True, PYTHONPATH=PATHS)
 
 
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import fresh_process
 import pytest
 import torch
 
@@ -18,9 +16,7 @@ LINUX_GLIBC = pytest.mark.skipif(
 
 def run(program: str) -> str:
     """Run in a process of its own: the tuning of a process cannot be undone."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_process.run(program, check=True).stdout
 
 
 @LINUX_GLIBC

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 from fusedops._core import imports
@@ -93,7 +92,4 @@ def test_rules_for_sharded_tensors_survive_a_lookup(before: str) -> None:
         import torch.distributed.tensor
         print(len(sharding._WAITING))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == "0", done.stderr
+    assert fresh_process.run(code, check=True).stdout.strip() == "0"

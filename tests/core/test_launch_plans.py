@@ -1,6 +1,6 @@
 """Recorded launches are those of Triton's own path, byte for byte, for other tensors too.
 
-``tools/stand_in_cuda.py`` stands for a GPU: Triton compiles for it, and its driver code runs down
+``tests/stand_in_driver.py`` stands for a GPU: Triton compiles for it, and its driver code runs down
 to ``cuLaunchKernelEx``. What torch operators inside a plan compute is compared in value: there a
 plan is made of the reference of an op, which launches nothing.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in_cuda
+import stand_in_driver
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(folder: Path) -> Iterator[stand_in_cuda.Gpu]:
-    with stand_in_cuda.installed(folder) as gpu, gpu.plans(), torch.no_grad():
+def gpu(folder: Path) -> Iterator[stand_in_driver.Gpu]:
+    with stand_in_driver.installed(folder) as gpu, gpu.plans(), torch.no_grad():
         fusedops.reset_counters()
         yield gpu
         gpu.fail(0)
@@ -105,7 +105,7 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.fusedops, name).default
 
 
-def launches(gpu: stand_in_cuda.Gpu, args: tuple[Any, ...], call: Callable[[], Any]) -> list[Any]:
+def launches(gpu: stand_in_driver.Gpu, args: tuple[Any, ...], call: Callable[[], Any]) -> list[Any]:
     """Return what a call launches, with the number of an allocation for its address.
 
     The last element is the geometry of the results, with the numbers of theirs.
@@ -132,7 +132,7 @@ def launches(gpu: stand_in_cuda.Gpu, args: tuple[Any, ...], call: Callable[[], A
     return [*found, geometry]
 
 
-def compare(gpu: stand_in_cuda.Gpu, name: str, args: tuple[Any, ...]) -> int:
+def compare(gpu: stand_in_driver.Gpu, name: str, args: tuple[Any, ...]) -> int:
     """Compare the launches of a plan with those of Triton's path; return how many there are."""
     op = operator(name)
     for _ in range(2):
@@ -152,7 +152,7 @@ def compare(gpu: stand_in_cuda.Gpu, name: str, args: tuple[Any, ...]) -> int:
     "name",
     [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in SPECS],
 )
-def test_a_plan_launches_what_python_launches(gpu: stand_in_cuda.Gpu, name: str) -> None:
+def test_a_plan_launches_what_python_launches(gpu: stand_in_driver.Gpu, name: str) -> None:
     if name in ("adamw", "square_sums"):
         pytest.skip("lists of tensors have no plan")
     calls = calls_of(name, torch.bfloat16)
@@ -160,7 +160,7 @@ def test_a_plan_launches_what_python_launches(gpu: stand_in_cuda.Gpu, name: str)
 
 
 @pytest.mark.parametrize("name", ["attention", "linear_act"])
-def test_tensor_maps_are_encoded_as_in_python(gpu: stand_in_cuda.Gpu, name: str) -> None:
+def test_tensor_maps_are_encoded_as_in_python(gpu: stand_in_driver.Gpu, name: str) -> None:
     query = torch.randn(2, 200, 4, 64, dtype=torch.bfloat16).transpose(1, 2)  # heads inside
     calls: dict[str, tuple[Any, ...]] = {
         "attention": (query, query * 2, query * 3, *[None] * 4, 0.0, 0.1, -1, 0, 0.0, True),
@@ -172,7 +172,7 @@ def test_tensor_maps_are_encoded_as_in_python(gpu: stand_in_cuda.Gpu, name: str)
 
 
 def test_products_in_float32_obey_torch_and_have_no_plan(
-    gpu: stand_in_cuda.Gpu, caplog: pytest.LogCaptureFixture
+    gpu: stand_in_driver.Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     (name, args), *_ = calls_of("linear_act", torch.float32)
     with caplog.at_level("DEBUG", "fusedops"):
@@ -183,7 +183,7 @@ def test_products_in_float32_obey_torch_and_have_no_plan(
     compare(gpu, *calls_of("layer_norm", torch.float32)[0])
 
 
-def test_one_tensor_for_two_arguments_has_a_plan_of_its_own(gpu: stand_in_cuda.Gpu) -> None:
+def test_one_tensor_for_two_arguments_has_a_plan_of_its_own(gpu: stand_in_driver.Gpu) -> None:
     name, args = calls_of("attention", torch.bfloat16)[0]
     query, key = args[0], args[1]
     same = (query, key, key, *args[3:])
@@ -203,7 +203,7 @@ def test_one_tensor_for_two_arguments_has_a_plan_of_its_own(gpu: stand_in_cuda.G
     ids=["size", "dtype", "strides", "alignment"],
 )
 def test_another_signature_has_another_plan(
-    gpu: stand_in_cuda.Gpu, change: Callable[[torch.Tensor], torch.Tensor]
+    gpu: stand_in_driver.Gpu, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     x = torch.randn(48, 64, dtype=torch.bfloat16)
     args = (x, [64], None, 1e-5, 0.0, "torch")
@@ -217,7 +217,7 @@ def test_another_signature_has_another_plan(
 
 
 @pytest.fixture
-def references(gpu: stand_in_cuda.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def references(gpu: stand_in_driver.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans be made of the ops' references: torch operators, which compute here."""
 
     def implementation(kernels: Any, backend: str, backward: bool) -> Callable[..., Any]:
@@ -259,7 +259,7 @@ def test_most_references_have_a_plan() -> None:
 
 
 def test_the_first_call_of_a_signature_is_not_recorded(
-    gpu: stand_in_cuda.Gpu, monkeypatch: pytest.MonkeyPatch
+    gpu: stand_in_driver.Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = []
     record = launch_plans.record
@@ -270,7 +270,7 @@ def test_the_first_call_of_a_signature_is_not_recorded(
         assert len(records) == wanted
 
 
-def test_a_launch_that_fails_names_the_error(gpu: stand_in_cuda.Gpu) -> None:
+def test_a_launch_that_fails_names_the_error(gpu: stand_in_driver.Gpu) -> None:
     x = torch.randn(5, 32, dtype=torch.bfloat16)
     for _ in range(3):
         torch.ops.fusedops.gelu(x, "none")
@@ -280,7 +280,7 @@ def test_a_launch_that_fails_names_the_error(gpu: stand_in_cuda.Gpu) -> None:
 
 
 def test_a_launch_of_no_programs_is_skipped(
-    gpu: stand_in_cuda.Gpu, monkeypatch: pytest.MonkeyPatch
+    gpu: stand_in_driver.Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by Triton's launcher: the driver refuses a grid with a 0."""
     from fusedops.kernels import gelu
@@ -313,7 +313,7 @@ def test_a_launch_of_no_programs_is_skipped(
     ids=["item", "shape of values", "constant", "argument", "twice"],
 )
 def test_what_cannot_be_repeated_is_not(
-    gpu: stand_in_cuda.Gpu, launcher: Callable[[torch.Tensor], Any], reason: str
+    gpu: stand_in_driver.Gpu, launcher: Callable[[torch.Tensor], Any], reason: str
 ) -> None:
     x = torch.randn(4, 3)
     result, plan = launch_plans.record((x,), launcher, 2 if reason == "twice" else 1)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-import textwrap
 
 import cuda_on_host
+import fresh_process
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -33,15 +30,7 @@ def _leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _run(code: str, **environment: str) -> str:
     """Run code in a new process and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_process.run(code, check=True, **environment).stdout
 
 
 def test_second_backward_without_retain_graph_is_an_error() -> None:
@@ -200,7 +189,9 @@ def test_compiled_code_obeys_a_later_request() -> None:
 def test_compiled_code_on_disk_is_that_of_these_schemas() -> None:
     printed = _run(
         """
-        import torch, fusedops
+        import torch
+        torch.compiler.config.cache_key_tag = "mine;"
+        import fusedops
         from fusedops._core import library
         tags = [torch.compiler.config.cache_key_tag]
         library.tag_compiled_code()
@@ -209,8 +200,7 @@ def test_compiled_code_on_disk_is_that_of_these_schemas() -> None:
         library.tag_compiled_code()
         tags.append(torch.compiler.config.cache_key_tag)
         print(*tags)
-        """,
-        TORCH_COMPILE_CACHE_KEY_TAG="mine;",
+        """
     )
     at_import, again, changed = printed.split()
     assert at_import.startswith("mine;fusedops:") and at_import.count("fusedops") == 1
@@ -246,15 +236,7 @@ def test_environment_asks_for_a_backend() -> None:
     ],
 )
 def test_a_setting_that_does_nothing_is_told(variable: str, value: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import fusedops"],
-        env=os.environ | {variable: value},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert said in done.stderr
-    assert done.returncode == 0
+    assert said in fresh_process.run("import fusedops", check=True, **{variable: value}).stderr
 
 
 @pytest.mark.parametrize(
@@ -331,13 +313,8 @@ def test_without_the_compiled_library_all_ops_run_on_the_reference() -> None:
 
 
 def test_a_missing_library_is_explained(tmp_path: object) -> None:
-    printed = _run(
-        """
-        import fusedops
-        print(fusedops._core.extension.cpu_library())
-        """,
-        FUSEDOPS_LIBRARY=str(tmp_path),
-    )
+    code = "import fusedops; print(fusedops._core.extension.cpu_library())"
+    printed = _run(code, FUSEDOPS_LIBRARY=str(tmp_path))
     assert "does not exist" in printed and "build_ext --inplace" in printed
 
 

@@ -12,6 +12,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import fresh_process
 import native
 import pytest
 from localize import LocalizeError, localize, weak_symbols
@@ -36,55 +37,49 @@ extern "C" float NAME(const float* x, long n) {
 """
 
 
+TOOLS = native.ROOT / "tools"
+
+
+def printed_by(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def compile_object(folder: Path, name: str, source: str, *flags: str) -> Path:
-    path = folder / f"{name}.cpp"
+    path, output = folder / f"{name}.cpp", folder / f"{name}.o"
     path.write_text(source)
-    output = folder / f"{name}.o"
-    subprocess.run(
-        ["g++", "-std=c++20", "-O2", "-fPIC", "-fno-inline", *flags, "-c", path, "-o", output],
-        check=True,
-    )
+    options = ("-std=c++20", "-O2", "-fPIC", "-fno-inline", *flags)
+    printed_by("g++", *options, "-c", path, "-o", output)
+    return output
+
+
+def link(folder: Path, name: str, *objects: Path) -> Path:
+    output = folder / f"{name}.so"
+    printed_by("g++", "-shared", *objects, "-o", output)
     return output
 
 
 def vector_registers(path: Path) -> dict[str, int]:
     """Return function -> how many of its instructions name an AVX or AVX512 register."""
-    text = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
-    ).stdout
+    text = printed_by("objdump", "-d", "--no-show-raw-insn", path)
     blocks = re.split(r"\n[0-9a-f]+ <([^>]+)>:\n", text)
-    names, bodies = blocks[1::2], blocks[2::2]
     found: dict[str, int] = {}
-    for name, body in zip(names, bodies, strict=True):
+    for name, body in zip(blocks[1::2], blocks[2::2], strict=True):
         found[name] = found.get(name, 0) + len(re.findall(r"\tv\w+ |%[yz]mm", body))
     return found
 
 
 def weak_code(path: Path) -> dict[str, int]:
     """Return weak function -> size of its code in bytes."""
-    rows = subprocess.run(
-        ["nm", "--defined-only", "--print-size", path], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    rows = printed_by("nm", "--defined-only", "--print-size", path).splitlines()
     columns = (row.split() for row in rows)
     return {row[3]: int(row[1], 16) for row in columns if len(row) == 4 and row[2] == "W"}
-
-
-def link(folder: Path, name: str, *objects: Path) -> Path:
-    output = folder / f"{name}.so"
-    subprocess.run(["g++", "-shared", *objects, "-o", output], check=True)
-    return output
-
-
-def functions_of_vector(path: Path) -> set[str]:
-    names = subprocess.run(["nm", "--defined-only", path], capture_output=True, text=True).stdout
-    return {line.split()[2] for line in names.splitlines() if line.split()[1] == "W"}
 
 
 def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> None:
     flags = native.ISA_FLAGS["AVX512"]
     vector = compile_object(tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *flags)
     plain = compile_object(tmp_path, "plain", SUM.replace("NAME", "plain_sum"))
-    shared = functions_of_vector(plain) & functions_of_vector(vector)
+    shared = weak_code(plain).keys() & weak_code(vector).keys()
     assert shared, "the example must share weak functions, or it shows nothing"
 
     leaking = link(tmp_path, "leaking", vector, plain)
@@ -95,7 +90,6 @@ def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> Non
     localize(vector, safe, "AVX512")
     assert weak_symbols(safe) == []
     path = link(tmp_path, "safe", safe, plain)
-    assert shared <= functions_of_vector(path)
     assert not any(vector_registers(plain).values())
     assert weak_code(path) == weak_code(plain), "the linker took the plain copies"
 
@@ -128,8 +122,8 @@ def test_a_vector_of_avx2_is_loaded_into_one_register(
     for name, more in (("plain", ()), ("wide", native.WIDE_COPIES)):
         flags = (*native.ISA_FLAGS["AVX2"], "-O3", *more)
         path = compile_object(tmp_path, name, LOADS.replace("NAME", name), *flags)
-        code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True)
-        halves.append(len(re.findall(r"vmov\w+ +[^\n]*%xmm\d+,[^\n]*\(%", code.stdout)))
+        code = printed_by("objdump", "-d", path)
+        halves.append(len(re.findall(r"vmov\w+ +[^\n]*%xmm\d+,[^\n]*\(%", code)))
     assert halves[1] == 0, f"{halves[1]} stores of half a register; without the options {halves[0]}"
     monkeypatch.setenv("FUSEDOPS_ISAS", "all")
     edges = native.edges_of("cpu", native.build_folder())
@@ -137,56 +131,33 @@ def test_a_vector_of_avx2_is_loaded_into_one_register(
     assert avx2 and all(set(native.WIDE_COPIES) <= set(edge.flags) for edge in avx2)
 
 
-def test_localized_code_still_works(tmp_path: Path) -> None:
-    vector = compile_object(
-        tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *native.ISA_FLAGS["AVX2"]
-    )
-    localize(vector, tmp_path / "vector.local.o", "AVX2")
-    path = link(tmp_path, "works", tmp_path / "vector.local.o")
-    if "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this processor has no AVX2")
-    code = (
-        "import ctypes\n"
-        f"f = ctypes.CDLL({str(path)!r}).vector_sum\n"
-        "f.restype = ctypes.c_float\n"
-        "f.argtypes = [ctypes.POINTER(ctypes.c_float), ctypes.c_long]\n"
-        "print(f((ctypes.c_float * 5)(1, 2, 3, 4, 5), 5))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) == 45.0
-
-
-def test_localize_refuses_a_static_initialiser(tmp_path: Path) -> None:
-    source = '#include <cstdlib>\nint setting = std::atoi(std::getenv("HOME"));\n'
-    path = compile_object(tmp_path, "initialised", source, "-mavx2")
-    with pytest.raises(LocalizeError, match="static initialiser"):
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ('#include <cstdlib>\nint setting = std::atoi(std::getenv("HOME"));', "static initialiser"),
+        (
+            "namespace fusedops { inline int calls = 0; int count() { return ++calls; } }",
+            "once per instruction set",
+        ),
+    ],
+)
+def test_localize_refuses_what_must_exist_once(tmp_path: Path, source: str, says: str) -> None:
+    path = compile_object(tmp_path, "refused", source + "\n", "-mavx2", "-fno-gnu-unique")
+    with pytest.raises(LocalizeError, match=says):
         localize(path, tmp_path / "out.o", "AVX2")
 
 
-def test_localize_accepts_iostream(tmp_path: Path) -> None:
+def test_localize_drops_the_initialiser_of_iostream(tmp_path: Path) -> None:
     source = "#include <iostream>\nvoid say() { std::cout << 1; }\n"
-    path = compile_object(tmp_path, "streams", source, "-mavx2")
-    localize(path, tmp_path / "out.o", "AVX2")
-    headers = subprocess.run(
-        ["objdump", "-h", tmp_path / "out.o"], capture_output=True, text=True
-    ).stdout
-    assert "init_array" not in headers
-
-
-def test_localize_refuses_an_inline_variable_of_ours(tmp_path: Path) -> None:
-    source = "namespace fusedops { inline int calls = 0; int count() { return ++calls; } }\n"
-    path = compile_object(tmp_path, "counting", source, "-mavx2", "-fno-gnu-unique")
-    with pytest.raises(LocalizeError, match="once per instruction set"):
-        localize(path, tmp_path / "out.o", "AVX2")
+    localize(compile_object(tmp_path, "streams", source), tmp_path / "out.o", "AVX2")
+    assert "init_array" not in printed_by("objdump", "-h", tmp_path / "out.o")
 
 
 def test_objects_of_the_library_export_no_weak_symbol() -> None:
     objects = sorted(native.build_folder().glob("cpu/*.local.o"))
     if not objects:
         pytest.skip("the library was not built in this checkout")
-    assert {path.name: weak_symbols(path) for path in objects} == {
-        path.name: [] for path in objects
-    }
+    assert [path.name for path in objects if weak_symbols(path)] == []
 
 
 def test_one_openmp_runtime_in_the_process() -> None:
@@ -198,8 +169,8 @@ def test_one_openmp_runtime_in_the_process() -> None:
         "maps = [line.split() for line in open('/proc/self/maps')]\n"
         "print(*{m[-1] for m in maps if 'libgomp' in m[-1] or 'libomp' in m[-1]}, sep='\\n')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(done.stdout.split()) == 1, done.stdout
+    printed = fresh_process.run(code, check=True).stdout
+    assert len(printed.split()) == 1, printed
 
 
 def test_stamp_changes_with_sources_and_torch(
@@ -249,15 +220,12 @@ def test_ccache_finds_an_object_of_another_checkout(
         monkeypatch.setattr(native, "ROOT", checkout)
         made = checkout / "build" / "header.h"
         made.parent.mkdir()
-        command = ["g++", "-x", "c++-header", "-c", str(header), "-o", f"{made}.gch"]
-        subprocess.run(command, check=True)
+        printed_by("g++", "-x", "c++-header", "-c", header, "-o", f"{made}.gch")
         Path(f"{made}.gch.sum").write_text(native.header_digest(header, []))
         command = f"{native._ccache()} g++ -include {made} -c {source} -o {source}.o"
         subprocess.run(command, shell=True, check=True, cwd=made.parent)
         assert (checkout / "source.cpp.o").exists()
-    statistics = subprocess.run(
-        ["ccache", "--print-stats"], check=True, capture_output=True, text=True
-    ).stdout
+    statistics = printed_by("ccache", "--print-stats")
     assert re.search(r"^(direct|preprocessed)_cache_hit\t1$", statistics, re.MULTILINE), statistics
 
 
@@ -285,8 +253,7 @@ def small_project(folder: Path, *, host: bool = False) -> Path:
     return folder
 
 
-def build_in_place(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_setup(folder, "build_ext", "--inplace", **environment)
+IN_PLACE = ("build_ext", "--inplace")
 
 
 def run_setup(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -301,18 +268,15 @@ def run_setup(folder: Path, *words: str, **environment: str) -> subprocess.Compl
 
 def test_build_ext_in_place_then_nothing_to_do(tmp_path: Path) -> None:
     folder = small_project(tmp_path)
-    first = build_in_place(folder)
+    first = run_setup(folder, *IN_PLACE)
     assert first.returncode == 0, first.stderr
     library = folder / "fusedops" / "lib" / "libfusedops_cpu.so"
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", library], capture_output=True, text=True
-    ).stdout
-    everything = subprocess.run(["nm", library], capture_output=True, text=True).stdout
-    assert "_Z3onev" not in symbols, "hidden unless exported"
+    everything = printed_by("nm", library)
+    assert "_Z3onev" not in printed_by("nm", "-D", "--defined-only", library), "not exported"
     for isa in native.isa_variants():
         assert f"_ZN{len(isa)}{isa}3twoEv" in everything
     written = library.stat().st_mtime_ns
-    assert build_in_place(folder).returncode == 0
+    assert run_setup(folder, *IN_PLACE).returncode == 0
     assert library.stat().st_mtime_ns == written
 
 
@@ -344,13 +308,12 @@ def test_an_assembler_without_tiles_leaves_them_out(tmp_path: Path, knows_tiles:
         compiler = str(tmp_path / "bin" / "old-g++")
         Path(compiler).write_text(f'#!/bin/sh\nexec g++ -B{assembler.parent}/ "$@"\n')
         Path(compiler).chmod(0o755)
-    done = build_in_place(folder, CXX=compiler, FUSEDOPS_ISAS="AVX512")
+    done = run_setup(folder, *IN_PLACE, CXX=compiler, FUSEDOPS_ISAS="AVX512")
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "without AMX tiles" in line]
     assert len(told) == (0 if knows_tiles else 1)
     library = folder / "fusedops" / "lib" / "libfusedops_cpu.so"
-    code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True).stdout
-    assert ("tilerelease" in code) == knows_tiles
+    assert ("tilerelease" in printed_by("objdump", "-d", library)) == knows_tiles
 
 
 @pytest.mark.parametrize(
@@ -391,14 +354,10 @@ def test_a_library_of_other_sources_is_told(tmp_path: Path) -> None:
 def test_a_sanitizers_build_has_folders_of_its_own() -> None:
     code = "import native; print(native.LIBRARIES, native.build_folder(), native.EXTRA_FLAGS)"
     plain, sanitized = (
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=native.ROOT / "tools",
-            env={**os.environ, "FUSEDOPS_SANITIZE": asked, "CXXFLAGS": "-DX"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
+        printed_by(
+            *("env", f"FUSEDOPS_SANITIZE={asked}", "CXXFLAGS=-DX", f"PYTHONPATH={TOOLS}"),
+            *(sys.executable, "-c", code),
+        ).split()
         for asked in ("", "address,undefined")
     )
     assert plain[2:] == ["-DX"] and "-fsanitize=address,undefined" in sanitized

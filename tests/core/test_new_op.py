@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import check_op
+import fresh_process
 import new_op
 import pytest
 
@@ -52,8 +50,7 @@ def test_a_new_op_is_a_copy_that_works(tree: Path) -> None:
         text = path.read_text()
         assert "bias_gelu" not in text and "BiasGelu" not in text, path
     assert '#include "gelu_vec.h"' in (tree / "csrc/cpu/elementwise/scale_add.isa.cpp").read_text()
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    subprocess.run([sys.executable, "-c", CALL], env=environment, cwd=tree, check=True)
+    fresh_process.run(CALL, folder=tree, check=True, PYTHONPATH=str(tree))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +68,9 @@ def test_wrong_names_write_nothing(tree: Path, name: str, like: str, message: st
     assert sorted(tree.rglob("*.py")) == before
 
 
-def test_a_check_that_selects_nothing_fails() -> None:
-    command = ("-m", "pytest", "-q", "tests/ops/test_products.py", "-k", "no_test_of_this_name")
+def test_a_check_that_selects_nothing_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    command = ("-m", "pytest", "-q", "--noconftest", str(tmp_path), "-k", "no_test_of_this_name")
     assert "no test was selected" in check_op.Check("nothing", command).run()
     assert check_op.Check("fine", ("-c", "")).run() == ""
     assert check_op.Check("fails", ("-c", "raise SystemExit(3)")).run() == "exit code 3"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,32 +56,6 @@ def test_the_newest_block_that_is_open_counts(seed: int) -> None:
     run_all([lambda each=each: work(each) for each in range(seed, seed + 4)])
 
 
-def test_generators_that_are_dropped_leave_nothing() -> None:
-    def generate(name: str) -> Iterator[None]:
-        with fusedops.use_backend(name):
-            yield
-
-    first, second = generate("torch"), generate("cpp")
-    next(first)
-    next(second)
-    del first
-    assert backends.requested() == "cpp"
-    del second
-    assert backends.requested() is None
-
-
-def test_tasks_that_take_turns() -> None:
-    async def work(name: str, steps: int) -> None:
-        with fusedops.use_backend(name):
-            for _ in range(steps):
-                await asyncio.sleep(0)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(work("torch", steps) for steps in (1, 5, 2, 4, 3)))
-
-    asyncio.run(all_of_them())
-
-
 def test_threads_that_take_turns() -> None:
     inside = threading.Barrier(2, timeout=60)
     left = threading.Event()
@@ -105,17 +79,6 @@ def test_threads_that_take_turns() -> None:
 
 
 def run_all(functions: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(each,)) for each in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for started in [pool.submit(function) for function in functions]:
+            started.result()

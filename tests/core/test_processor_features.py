@@ -7,14 +7,13 @@ of them, and all ops run in bfloat16, forward and backward, as on a processor th
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -70,12 +69,7 @@ def without_optional_instructions(library: Path, copy: Path) -> int:
 
 def run_all_ops(folder: Path, isa: str) -> subprocess.CompletedProcess[str]:
     variables = {"FUSEDOPS_LIBRARY": str(folder), "FUSEDOPS_MAX_ISA": isa}
-    return subprocess.run(
-        [sys.executable, "-c", RUN_ALL_OPS],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
+    return fresh_process.run(RUN_ALL_OPS, **variables)
 
 
 @pytest.mark.ci

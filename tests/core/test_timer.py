@@ -33,6 +33,11 @@ class ScriptedClock:
         return 1
 
 
+def steady(seconds: float) -> Iterator[tuple[float, bool]]:
+    """Give one time for ever, undisturbed."""
+    return itertools.repeat((seconds, False))
+
+
 def variants(*names: str) -> list[Variant]:
     return [Variant(name, lambda _: None) for name in names]
 
@@ -59,7 +64,7 @@ def test_drift_that_both_meet_cancels_out_of_the_ratio() -> None:
 
 def test_contended_samples_and_outliers_do_not_count() -> None:
     times = itertools.cycle([(1.0, False), (9.0, True), (1.2, False), (50.0, False), (1.1, False)])
-    clock = ScriptedClock({"a": times, "b": ((2.0, False) for _ in itertools.count())})
+    clock = ScriptedClock({"a": times, "b": steady(2.0)})
     timing = measure(variants("a", "b"), clock, TimingPlan(least=5, most=20, seconds=60))
     taken = len(timing.rounds["a"])
     assert set(timing.samples("a")) == {1.0, 1.1, 1.2}
@@ -72,7 +77,7 @@ def test_contended_samples_and_outliers_do_not_count() -> None:
 def test_only_contended_samples_are_reported_as_not_trusted() -> None:
     clock = ScriptedClock(
         {
-            "quiet": ((1.0, False) for _ in itertools.count()),
+            "quiet": steady(1.0),
             "busy": itertools.cycle([(12.0, True), (4.0, True)]),
         }
     )
@@ -95,7 +100,7 @@ def test_only_contended_samples_are_reported_as_not_trusted() -> None:
 
 def test_order_changes_from_round_to_round() -> None:
     names = ("a", "b", "c")
-    clock = ScriptedClock({name: ((1.0, False) for _ in itertools.count()) for name in names})
+    clock = ScriptedClock({name: steady(1.0) for name in names})
     measure(variants(*names), clock, TimingPlan(least=20, most=20, seconds=60))
     rounds = [tuple(clock.order[i : i + 3]) for i in range(0, len(clock.order), 3)]
     assert all(sorted(each) == list(names) for each in rounds)

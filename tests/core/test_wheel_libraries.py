@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
+import fresh_process
 import native_wheel
 import portable
 import pytest
@@ -137,14 +136,7 @@ print(round(y.sum().item(), 4), fusedops.resolve("layer_norm", y, (4,)).backend)
 
 
 def run_import(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IMPORT)],
-        env={**os.environ, "FUSEDOPS_LIBRARY": str(folder), **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    return fresh_process.run(IMPORT, check=True, FUSEDOPS_LIBRARY=str(folder), **variables)
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:

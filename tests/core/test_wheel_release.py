@@ -13,7 +13,7 @@ import native
 import portable
 import pytest
 import torch
-from release import environments, page
+from release import page
 from test_native_build import small_project
 
 ROOT = native.ROOT
@@ -29,19 +29,6 @@ PASSED = {
     "model": 2e-6,
 }
 LEFT_OUT = {"asked_torch": "2.13.0", "asked_python": "3.14", "left_out": "no such Python\nhere"}
-
-
-def test_pairs_are_all_or_a_cross() -> None:
-    torches, pythons = ("2.11.0", "2.12.1", "2.13.0"), ("3.11", "3.12", "3.13")
-    assert len(environments.pairs(torches, pythons, cross=False)) == 9
-    cross = environments.pairs(torches, pythons, cross=True)
-    assert cross == [
-        ("2.11.0", "3.12"),
-        ("2.12.1", "3.11"),
-        ("2.12.1", "3.12"),
-        ("2.12.1", "3.13"),
-        ("2.13.0", "3.12"),
-    ]
 
 
 def test_the_page_has_a_row_for_each_environment() -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +27,8 @@ from fusedops._core.capability import compute_capability
 from fusedops.specs import Sample
 from fusedops.specs.comparison import run
 from fusedops.specs.recorder import RecordOps
+from fusedops.testing.stand_in_cuda import answers
+from fusedops.testing.stand_in_device import StandIn
 
 GPU = torch.device("cuda", 1)
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -36,31 +37,17 @@ Compile = Callable[..., Any]
 Observe = Callable[[Any, dict[str, Any], tuple[int, ...]], None]
 
 
-@dataclass
-class _Current:
-    index: int = 0  # of the GPU that is current
-    launches: int = 0
-
-
-_current = _Current()
+# Of ``torch.cuda``: what launchers and Triton ask, on a machine with two GPUs.
+ASKED = (
+    *("Event", "current_device", "current_stream", "device", "get_device_capability"),
+    *("get_device_properties", "is_current_stream_capturing"),
+)
+_num_launches = 0
 
 
 def launches() -> int:
     """Return how many kernels have been launched so far in this process."""
-    return _current.launches
-
-
-class _Guard:
-    """Stands for ``torch.cuda.device``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.index = device.index
-
-    def __enter__(self) -> None:
-        self.before, _current.index = _current.index, self.index
-
-    def __exit__(self, *_: object) -> None:
-        _current.index = self.before
+    return _num_launches
 
 
 class _Driver:
@@ -70,7 +57,7 @@ class _Driver:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return _current.index
+        return torch.cuda.current_device()
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -116,8 +103,11 @@ def mocked(value: Any) -> Any:
 
 def _checked(original: Callable[..., Any], observe: Observe | None, ones: bool) -> Compile:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        _current.launches += 1
-        assert _current.index == GPU.index, f"{self.__name__} is launched on another GPU"
+        global _num_launches
+        _num_launches += 1
+        assert torch.cuda.current_device() == GPU.index, (
+            f"{self.__name__} is launched on another GPU"
+        )
         for size, limit in itertools.zip_longest(grid, LIMITS, fillvalue=1):
             assert 0 < size <= limit, f"{self.__name__}: grid {grid}"
 
@@ -163,10 +153,8 @@ def present(
 
     from fusedops.kernels import _attention_launch, _descriptors, _launch, _pointer_table
 
-    major, minor = divmod(capability, 10)
-    facts = SimpleNamespace(multi_processor_count=132, major=major, minor=minor)
-    stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
-    event = SimpleNamespace(record=lambda stream: None)
+    of_cuda = answers(2, divmod(capability, 10))
+    first_gpu = StandIn(torch.device("cuda", 0), record=lambda event: None)
     caches = (
         _launch.num_programs.cache_clear,
         _attention_launch.generation_of.cache_clear,
@@ -175,15 +163,10 @@ def present(
         *_clears(_pointer_table),
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(first_gpu.as_current())
         for owner, name, value in (
             (extension, "triton_missing", lambda: None),
-            (torch.cuda, "device", _Guard),
-            (torch.cuda, "get_device_properties", lambda device: facts),
-            (torch.cuda, "get_device_capability", lambda device: (major, minor)),
-            (torch.cuda, "current_device", lambda: _current.index),
-            (torch.cuda, "current_stream", lambda device=None: stream),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (torch.cuda, "Event", lambda: event),
+            *((torch.cuda, name, of_cuda[name]) for name in ASKED),
             (driver, "_active", _Driver(capability)),
             (triton.compiler, "compile", compile),
             (JITFunction, "run", _checked(JITFunction.run, observe, ones)),

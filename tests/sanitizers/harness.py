@@ -34,12 +34,6 @@ def build(
     """Compile and link sources with ``-fsanitize=<sanitize>`` and return the program.
 
     A machine without the compiler, or without the sanitizer's library, skips the test.
-
-    Args:
-        folder: where the program is written.
-        sources: C++ files.
-        sanitize: ``"thread"``, or ``"address,undefined"``.
-        options: for the compiler, besides those of every program.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

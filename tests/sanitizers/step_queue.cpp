@@ -2,8 +2,6 @@
 // and write all elements of a chunk, so that a sanitizer sees who touches which memory when.
 #include "host/step_queue.h"
 
-#include <sys/wait.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -145,49 +143,11 @@ void close_from_many_threads_while_others_submit() {
   }
 }
 
-void refuse_numbers_of_threads() {
-  for (const int threads : {0, -1, StepQueue::kMostThreads + 1}) {
-    try {
-      StepQueue queue(threads);
-      require(false, "a number of threads is refused");
-    } catch (const std::invalid_argument&) {
-    }
-  }
-}
-
-void a_forked_process_refuses_and_ends() {
-  StepQueue queue(2);
-  Bucket bucket;
-  const int64_t number = queue.submit(bucket.tensors(), kStep);
-  const pid_t child = fork();
-  if (child == 0) {
-    auto* copy = &queue;
-    try {
-      copy->wait(number);
-      std::_Exit(2);
-    } catch (const std::runtime_error&) {
-    }
-    copy->close();
-    copy->~StepQueue();
-    std::_Exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child refuses");
-  require(are_right(queue.wait(number)), "the parent goes on");
-}
-
 }  // namespace
 
-// With an argument: only the part that forks, which a thread sanitizer does not follow.
-int main(int argc, char**) {
-  if (argc > 1) {
-    a_forked_process_refuses_and_ends();
-    return 0;
-  }
+int main() {
   submit_and_wait_from_many_threads();
   wait_for_one_job_from_many_threads();
   close_from_many_threads_while_others_submit();
-  refuse_numbers_of_threads();
   return 0;
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <numeric>
 #include <random>
 #include <string_view>
@@ -112,30 +113,17 @@ std::vector<unsigned> ordered(unsigned count) {
 
 // Says where the threads of a block are that can go no further.
 std::string stuck() {
-  std::string text = "block " + text_of(machine.block) + " hangs:";
-  const Fiber* last = nullptr;
-  unsigned count = 0;
-  const auto say = [&] {
-    if (last == nullptr) return;
-    text += " " + std::to_string(count) + " threads ";
-    text += last->state == State::done         ? "are through"
-            : last->state == State::at_barrier ? "at the barrier of " + text_of(last->place)
-                                               : "at the shuffle of " + text_of(last->place);
-    text += ";";
-  };
+  std::map<std::string, unsigned> counts;
   for (unsigned i = 0; i < machine.threads; ++i) {
     const Fiber& fiber = machine.fibers[i];
-    const bool as_last = last != nullptr && fiber.state == last->state &&
-                         (fiber.state == State::done || same(fiber.place, last->place));
-    if (!as_last) {
-      say();
-      last = &fiber;
-      count = 0;
-    }
-    ++count;
+    const bool waits = fiber.state != State::done;
+    const std::string kind = fiber.state == State::at_barrier ? "barrier" : "shuffle";
+    ++counts[waits ? "at the " + kind + " of " + text_of(fiber.place) : "are through"];
   }
-  say();
-  text.pop_back();
+  std::string text = "block " + text_of(machine.block) + " hangs";
+  for (const auto& [where, count] : counts) {
+    text += "; " + std::to_string(count) + " threads " + where;
+  }
   return text;
 }
 

@@ -1,7 +1,6 @@
 """Look at every page of the built site in a browser, and search for every op.
 
     python tools/docs_site/check_browser.py build/site/html    # needs playwright and chromium
-    python tools/docs_site/check_browser.py build/site/html --pictures out
 
 Every page is opened at two widths. It fails if it logs an error, requests anything from another
 host, has no text, or is wider than the window; a search fails if the first result is not the page
@@ -16,7 +15,6 @@ import http.server
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,30 +125,10 @@ def check(browser: Browser, site: Site, ops: list[str]) -> list[str]:
     return failures
 
 
-def draw(browser: Browser, site: Site, folder: Path) -> None:
-    """Write pictures of some pages, for a person to look at."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("", "ops/moe_route/", "reference/fusedops/", "patching/", "adding_an_op/")
-    for width, (columns, rows) in WIDTHS.items():
-        for scheme in ("light", "dark"):
-            page = browser.new_page(
-                viewport={"width": columns, "height": rows}, color_scheme=scheme
-            )
-            for name in names:
-                page.goto(site.address + name, wait_until="load")
-                title = name.strip("/").replace("/", "-") or "index"
-                page.screenshot(path=folder / f"{title}-{width}-{scheme}.png")
-            search(page, site, "layer_norm")
-            time.sleep(0.5)  # the animation
-            page.screenshot(path=folder / f"search-{width}-{scheme}.png")
-            page.close()
-
-
 def main() -> None:
     """Check the site that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the built site")
-    parser.add_argument("--pictures", type=Path, help="write pictures to this folder instead")
     arguments = parser.parse_args()
     if not (arguments.folder / "index.html").exists():
         sys.exit(f"{arguments.folder} has no site: run make site")
@@ -161,11 +139,7 @@ def main() -> None:
     site = Site(arguments.folder)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        if arguments.pictures:
-            draw(browser, site, arguments.pictures)
-            failures = []
-        else:
-            failures = check(browser, site, ops)
+        failures = check(browser, site, ops)
         browser.close()
     site.close()
     sys.exit("\n".join(failures) or 0)

@@ -21,13 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from first_gpu import figure_list
+
 ROOT = Path(__file__).resolve().parents[2]
-for _path in (str(ROOT / "tools"), str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "ops")):
-    if _path not in sys.path:
-        sys.path.append(_path)
-
-from first_gpu import figure_list  # noqa: E402 (the paths come first)
-
 CALLS = ("test", "sanitize", "figures")
 _TRACED = 8  # tests that ended their process, which run once more alone
 _SANITIZERS = ("memcheck", "racecheck")
@@ -124,12 +120,11 @@ def sanitize(asked: argparse.Namespace, results: Results, until: float) -> None:
 
 def figures(asked: argparse.Namespace, results: Results, until: float) -> None:
     """Measure the figures, those of a group in one process; one that it ends is left out."""
-    limits = results.folder / "limits.json"
     for names in figure_list.groups().values():
         remaining = list(names)
         while remaining and time.time() < until:
             command = [sys.executable, "-m", "first_gpu.figures", "--rows", str(results.rows)]
-            command += ["--limits", str(limits), *remaining]
+            command += remaining
             seconds = min(90.0 * len(remaining), until - time.time())
             code = results.run(command, seconds)
             done = {row["test"] for row in read(results.rows)}
@@ -195,8 +190,8 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Make the calls; return 0 if all tests passed, 2 where nothing can run."""
     asked, started = options(), time.time()
-    paths = [*sys.path[-4:], os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    paths = [str(ROOT / "tools"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     setup = Results(asked.results, "setup")
     setup.run([sys.executable, "setup.py", "build_ext", "--inplace"], asked.seconds)

@@ -1,111 +1,72 @@
-"""The figures that decide whether the kernels are as fast as promised, and the table of them.
+"""The figures that decide whether the kernels are as fast as expected, and the table of them.
 
-A figure is an op at a size that fills the chip, beside the best there is, in bfloat16. Its mark is
-a share of the measured limit of the machine, or how many times faster than a rival it must be.
+A figure is an op at a size that fills the chip, in bfloat16, compared with the best there is. Its
+mark is a fraction of the limit of the machine, or how many times faster than a rival it must be.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+Mark = tuple[str, float]  # ("limit", 0.9): of the machine's limit; ("flex", 1.2): of that rival
+BANDWIDTH: Mark = ("limit", 0.9)
+OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One op at one size.
+    """One op at one size."""
 
-    Attributes:
-        group: figures of a group share a process.
-        op: the op, or ``"optimizer"``.
-        sizes: positional arguments of the spec's ``bench_case``.
-        options: keyword arguments of the same.
-        directions: what is timed.
-        rivals: beside the spec's peers (``figures.py`` has the names).
-        mark: ``("limit", 0.9)``: nine tenths of the machine's limit; ``("flex", 1.2)``: 1.2 times
-            as fast as that rival.
-        host: whether the host's time per call is measured instead of the GPU's.
-        alibi: whether attention has ALiBi slopes, which ``bench_case`` does not make.
-    """
-
-    group: str
-    op: str
-    sizes: tuple[int | str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    directions: tuple[str, ...] = (FORWARD, BACKWARD)
-    rivals: tuple[str, ...] = ("eager", "compile")
-    mark: tuple[str, float] | None = None
-    host: bool = False
-    alibi: bool = False
+    group: str  # figures of a group share a process
+    op: str  # the op, or ``OPTIMIZER``
+    sizes: tuple[int | str, ...]  # arguments of the spec's ``bench_case``
+    rivals: tuple[str, ...] = ()  # contenders of ``fusedops bench``; eager is always one
+    mark: Mark | None = None  # what is expected, if anything
 
     @property
     def name(self) -> str:
-        """Return the name of the figure, by which it is an item."""
-        words = [f"{value}" for value in (*self.sizes, *self.options.values())]
-        extra = (" alibi" if self.alibi else "") + (" host" if self.host else "")
-        return f"{self.op} {'x'.join(words)}{extra}"
+        """Return the name by which a figure is asked for."""
+        return f"{self.op} {'x'.join(map(str, self.sizes))}"
 
 
-BANDWIDTH = ("limit", 0.9)
-_TORCH_ATTENTION = ("cudnn", "flash", "flex")
-
-
-def _all() -> list[Figure]:
-    norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-    return [
-        *(
-            Figure("norms", op, (16384, columns), mark=BANDWIDTH)
-            for columns in (4096, 8192)
-            for op in norms
-        ),
-        *(
-            Figure("attention", "attention", (1, 16, 8192, size, "causal"), mark=("cudnn", 1.0),
-                   directions=(FORWARD,), rivals=_TORCH_ATTENTION)
-            for size in (128, 64, 256)
-        ),
-        *(
-            Figure("attention training", "attention", (1, 16, rows, 128, "causal"),
-                   directions=(FORWARD, BOTH), rivals=_TORCH_ATTENTION, mark=("cudnn", 1.0))
-            for rows in (4096, 16384, 32768)
-        ),
-        *(
-            Figure("products", "linear_act", (8192, depth, 4096, "gelu_tanh"),
-                   directions=(FORWARD, BOTH), rivals=("eager", "compile", "bare"),
-                   mark=("bare", 0.95))
-            for depth in (4096, 1024)
-        ),
-        Figure("products", "linear_glu", (8192, 4096, 4096), directions=(FORWARD, BOTH),
-               rivals=("eager", "compile", "bare"), mark=("bare", 0.95)),
-        *(
-            Figure("elementwise", op, (16384, 14336), mark=BANDWIDTH)
-            for op in ("swiglu", "geglu")
-        ),
-        Figure("loss", "cross_entropy", (8192, 128256), mark=BANDWIDTH),
-        *(
-            Figure("attention options", "attention", (1, 16, 8192, 128, what),
-                   directions=(FORWARD, BOTH), rivals=("flex",), mark=("flex", 1.2), alibi=alibi)
-            for what, alibi in (("softcap", False), ("bias", False), ("window", False),
-                                ("causal", True))
-        ),
-        Figure("decoding", "attention_decode", (32, 32, 8, 8192, 128), directions=(FORWARD,),
-               rivals=("eager",), mark=BANDWIDTH),
-        Figure("experts", "moe_mlp", (8192, 8, 64, 2048, 1024), directions=(FORWARD, BOTH),
-               rivals=("eager", "grouped_mm"), mark=("grouped_mm", 1.3)),
-        Figure("experts", "grouped_mm", (65536, 64, 2048, 2048), directions=(FORWARD, BOTH),
-               rivals=("eager",)),
-        Figure("optimizer", "optimizer", (64, 15_625_000), rivals=("torch fused",),
-               directions=(FORWARD,), mark=BANDWIDTH),
-        Figure("host", "rms_norm", (16, 768), host=True, rivals=("eager",)),
-        Figure("host", "attention", (1, 12, 16, 64, "causal"), host=True, rivals=("eager",)),
-        Figure("host", "attention_decode", (1, 12, 12, 512, 64), host=True, rivals=("eager",),
-               directions=(FORWARD,)),
-        Figure("host", "optimizer", (400, 1024), host=True, rivals=("torch fused",),
-               directions=(FORWARD,)),
-    ]  # fmt: skip
-
-
-FIGURES = {figure.name: figure for figure in _all()}
+_COMPILE, _FLEX = ("compile",), ("flex", "flash_attn")
+# Group, op, rivals, mark, sizes.
+_TABLE: tuple[tuple[str, str, tuple[str, ...], Mark | None, list[tuple[int | str, ...]]], ...] = (
+    ("norms", "rms_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "layer_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "add_rms_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "add_layer_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    (
+        *("attention", "attention", _FLEX, ("eager", 1.0)),
+        [(1, 16, 8192, size, "causal") for size in (128, 64, 256)],
+    ),
+    (
+        *("attention training", "attention", _FLEX, ("eager", 1.0)),
+        [(1, 16, rows, 128, "causal") for rows in (4096, 16384, 32768)],
+    ),
+    (
+        *("products", "linear_act", _COMPILE, ("eager", 1.0)),
+        [(8192, 4096, 4096, "gelu_tanh"), (8192, 1024, 4096, "gelu_tanh")],
+    ),
+    ("products", "linear_glu", _COMPILE, ("eager", 1.0), [(8192, 4096, 4096)]),
+    ("elementwise", "swiglu", _COMPILE, BANDWIDTH, [(16384, 14336)]),
+    ("elementwise", "geglu", _COMPILE, BANDWIDTH, [(16384, 14336)]),
+    ("loss", "cross_entropy", _COMPILE, BANDWIDTH, [(8192, 128256)]),
+    (
+        *("attention options", "attention", _FLEX, ("flex", 1.2)),
+        [(1, 16, 8192, 128, option) for option in ("softcap", "bias", "window")],
+    ),
+    ("decoding", "attention_decode", (), BANDWIDTH, [(32, 32, 8, 8192, 128)]),
+    ("experts", "moe_mlp", ("hf_grouped_mm",), ("hf_grouped_mm", 1.3), [(8192, 8, 64, 2048, 1024)]),
+    ("experts", "grouped_mm", ("torch_grouped_mm",), None, [(65536, 64, 2048, 2048)]),
+    (OPTIMIZER, OPTIMIZER, (), BANDWIDTH, [(64, 15_625_000), (400, 1024)]),
+)
+FIGURES = {
+    figure.name: figure
+    for group, op, rivals, mark, every_size in _TABLE
+    for figure in (Figure(group, op, sizes, rivals, mark) for sizes in every_size)
+}
 
 
 def groups() -> dict[str, list[str]]:
@@ -118,9 +79,8 @@ def groups() -> dict[str, list[str]]:
 
 def words(row: dict[str, Any]) -> str:
     """Return a row as one line."""
-    line = f"{row['figure']} {row['direction']}: {row['ours_us']:.1f} us"
-    if row["ratio"] is not None:
-        line += f", {row['ratio']:.2f} times {row['rival']}"
-    if row["of_limit"] is not None:
-        line += f", {row['of_limit']:.0%} of the limit"
+    line = f"{row['op']} {row['case']} {row['direction']}: {row['us']['fusedops']:.1f} us"
+    line += f", {row['lead']:.2f} times {row['rival']}"
+    line += f", {row['limit_share']:.0%} of the limit"
+    line += "" if row["host_us"] is None else f", {row['host_us']:.0f} us of the host"
     return line + (f", {row['of_mark']:.2f} of its mark" if row["of_mark"] is not None else "")

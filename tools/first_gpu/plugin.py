@@ -15,15 +15,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from first_gpu.figure_list import FIGURES
-
-# Of equal stages the ops whose figures matter come first.
-_RANKS = {op: rank for rank, op in enumerate(dict.fromkeys(f.op for f in FIGURES.values()))}
 _VALUES = "test_values_and_gradients_match_float64"
 _LONGEST_TEXT = 4096
 _DEAD = 70  # exit code of a process that ends itself
@@ -55,7 +50,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what users run, in bfloat16 before other dtypes."""
-    items.sort(key=lambda item: (_stage(item), _RANKS.get(_op_of(item), len(_RANKS))))
+    items.sort(key=_stage)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -88,15 +83,6 @@ def error_of_context() -> str | None:
     except RuntimeError as error:
         return str(error).split("\n")[0]
     return None
-
-
-def _op_of(item: pytest.Item) -> str:
-    """Return the op that a test is of: that of its parameters, or the name of its file."""
-    callspec = getattr(item, "callspec", None)
-    parameters: dict[str, Any] = callspec.params if callspec else {}
-    op = getattr(parameters.get("spec"), "name", None) or parameters.get("op")
-    op = op or getattr(parameters.get("call"), "op", None)
-    return op if isinstance(op, str) else item.path.stem.removeprefix("test_")
 
 
 def _stage(item: pytest.Item) -> int:

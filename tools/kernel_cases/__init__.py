@@ -1,7 +1,8 @@
 """Which configurations of the Triton kernels are compiled for the static report.
 
 The report (``tools/kernel_report.py``) keeps registers, spills and instructions on record, and the
-hot samples (``tests/hot_samples``) launch each configuration.
+hot samples (``tests/hot_samples``) launch each configuration. ``X_cases`` returns those of the
+file ``X.py`` in ``fusedops/kernels``.
 """
 
 from __future__ import annotations

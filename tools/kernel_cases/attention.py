@@ -110,7 +110,6 @@ def attention_varlen_cases() -> list[dict[str, Any]]:
 
 
 def attention_decode_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     fp32 = ("slopes_ptr", "sinks_ptr", "lse_ptr", "parts_ptr", "parts_lse_ptr")
     types = dict.fromkeys(fp32, "*fp32") | {"lengths_ptr": "*i64"}
     types |= dict.fromkeys(("factor", "bound"), "fp32")
@@ -126,22 +125,14 @@ def attention_decode_cases() -> list[dict[str, Any]]:
         case["capabilities"] = chips
         out = types | {"out_ptr": "*fp32"}
         cases.append(report_case(attention_decode.parts_kernel, out, flags | sizes, launch, **case))
-    flags = {
-        "LEFT": True,
-        "SINKS": True,
-        "VALUE_DIM": 256,
-        "BLOCK_DV": 256,
-        "BLOCK_P": attention_decode._MOST_PARTS,
-    }
+    flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256}
+    flags["BLOCK_P"] = attention_decode._MOST_PARTS
     return [*cases, report_case(attention_decode.merge_kernel, types, flags)]
 
 
 def _delta_case() -> dict[str, Any]:
     """Describe ``delta_kernel`` for the static report."""
     types = dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
-    flags = {
-        "VALUE_DIM": 128,
-        "HAS_DLSE": True,
-        "HAS_REST": True,
-    } | _attention_backward._delta_sizes(128)
+    flags = {"VALUE_DIM": 128, "HAS_DLSE": True, "HAS_REST": True}
+    flags |= _attention_backward._delta_sizes(128)
     return report_case(_attention_backward.delta_kernel, types, flags)

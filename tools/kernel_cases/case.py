@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fusedops.kernels import _launch
+
+# The dtypes of matrix kernels, and their names in Triton.
+DTYPES = ((torch.bfloat16, "bf16"), (torch.float32, "fp32"))
 
 
 def report_case(

@@ -12,7 +12,6 @@ from kernel_cases.case import report_case
 
 
 def gelu_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     return [
         report_case(kernel, {}, {"ACTIVATION": activation, "BLOCK": gelu._BLOCK}, label=approximate)
         for kernel in (gelu._forward_kernel, gelu._backward_kernel)
@@ -21,22 +20,16 @@ def gelu_cases() -> list[dict[str, Any]]:
 
 
 def bias_gelu_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types, flags = (
-        {"dbias_ptr": "*fp32"},
-        {"WANTS_INPUT": True, "WANTS_BIAS": True} | bias_gelu._tile(4096),
-    )
+    types = {"dbias_ptr": "*fp32"}
+    flags = {"WANTS_INPUT": True, "WANTS_BIAS": True} | bias_gelu._tile(4096)
     return [
-        report_case(
-            kernel, types, flags | {"ACTIVATION": activation}, label=label, resident=resident
-        )
+        report_case(kernel, types, flags | {"ACTIVATION": form}, label=label, resident=resident)
         for kernel, resident in ((bias_gelu._forward_kernel, None), (bias_gelu._backward_kernel, 8))
-        for label, activation in GELU_VARIANTS.items()
+        for label, form in GELU_VARIANTS.items()
     ]
 
 
 def glu_cases(activations: Collection[str]) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     constexprs = {"BLOCK": _glu._BLOCK, "WANTS_GATE": True, "WANTS_UP": True}
     return [
         report_case(kernel, {}, constexprs | {"ACTIVATION": activation}, label=activation)
@@ -46,7 +39,6 @@ def glu_cases(activations: Collection[str]) -> list[dict[str, Any]]:
 
 
 def bias_dropout_add_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "scale": "fp32"}
     usual = bias_dropout_add._TILE | {"DROPOUT": "draw"}
     usual |= dict.fromkeys(("HAS_BIAS", "WANTS_INPUT", "WANTS_BIAS"), True)
@@ -57,7 +49,6 @@ def bias_dropout_add_cases() -> list[dict[str, Any]]:
 
 
 def rotary_embedding_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
     sizes = ((64, 64), (128, 128), (32, 80), (512, 512))
     for (rotary_dim, head_dim), interleaved, inverse in itertools.product(
@@ -68,9 +59,6 @@ def rotary_embedding_cases() -> list[dict[str, Any]]:
         constexprs |= {"INTERLEAVED": interleaved, "INVERSE": inverse}
         form = "interleaved" if interleaved else "half"
         label = f"{form}, {'inverse' if inverse else 'forward'}"
-        cases.append(
-            report_case(
-                rotary_embedding._kernel, {}, constexprs, rotary_embedding._OPTIONS, label=label
-            )
-        )
+        kernel, options = rotary_embedding._kernel, rotary_embedding._OPTIONS
+        cases.append(report_case(kernel, {}, constexprs, options, label=label))
     return cases

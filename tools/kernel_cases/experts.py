@@ -24,7 +24,6 @@ _TYPES = {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
 
 
 def moe_pack_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("probs_ptr", "ids_ptr", "index_ptr", "count_ptr", "words_ptr"), "*i32")
     types |= {"bytes_ptr": "*u8", "elements_ptr": "*i16"}
     flags = {"HAS_IDS": True, "HAS_INDEX": True, "HAS_COUNT": True, "ELEMENT_BYTES": 2}
@@ -35,29 +34,24 @@ def moe_pack_cases() -> list[dict[str, Any]]:
         constexprs = flags | {"HAS_SPAN": has_span, "QUANTIZED": quantized}
         signature = types | {"x_ptr": "*bf16" if quantized else "*i16"}
         label = f"{'float8' if quantized else 'copy'}, {'tokens' if has_span else 'slots'}"
-        cases.append(
-            report_case(moe_pack._pack_kernel, signature, constexprs, options, label=label)
-        )
+        kernel = moe_pack._pack_kernel
+        cases.append(report_case(kernel, signature, constexprs, options, label=label))
     return cases
 
 
 def moe_unpack_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"bytes_ptr": "*u8", "words_ptr": "*i32"}
     options = _launch.row_options(moe_unpack._MAX_BLOCK)
-    return [
-        report_case(moe_unpack._unpack_kernel, types, {"BLOCK_N": moe_unpack._MAX_BLOCK}, options)
-    ]
+    sizes = {"BLOCK_N": moe_unpack._MAX_BLOCK}
+    return [report_case(moe_unpack._unpack_kernel, types, sizes, options)]
 
 
 def moe_permute_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     scattered = [_scatter_case(top_k) for top_k in (2, 8, 0)]
     return [*scattered, _combine_case(8, weighted=False)]
 
 
 def moe_unpermute_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = _TYPES | {"dprobs_ptr": "*fp32"}
     combined = [_combine_case(top_k, weighted=True) for top_k in (2, 8, 0)]
     blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": moe_unpermute._BLOCK}
@@ -65,13 +59,11 @@ def moe_unpermute_cases() -> list[dict[str, Any]]:
 
 
 def moe_relayout_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"index_ptr": "*i32"}
     return [report_case(moe_relayout._gather_kernel, types, {"BLOCK": moe_relayout._BLOCK})]
 
 
 def moe_route_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("bias_ptr", "probs_ptr", "grad_ptr"), "*fp32")
     types |= dict.fromkeys(("ids_ptr", "given_ptr"), "*i32")
     types |= {"seed_ptr": "*i64", "kept_ptr": "*u8", "scaling": "fp32", "jitter": "fp32"}
@@ -97,7 +89,6 @@ def moe_route_cases() -> list[dict[str, Any]]:
 
 
 def moe_router_loss_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("w_ptr", "z_ptr", "sums_ptr", "grad_ptr"), "*fp32")
     types["mask_ptr"] = "*u8"
     cases = []
@@ -111,7 +102,6 @@ def moe_router_loss_cases() -> list[dict[str, Any]]:
 
 
 def moe_sort_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     names = ("before", "totals", "permutation", "positions", "counts", "offsets")
     types = {f"{name}_ptr": "*i32" for name in names} | {"ids_ptr": "*i64", "kept_ptr": "*u8"}
     blocks = {"HAS_KEPT": True, "BLOCK": moe_sort._BLOCK, "BLOCK_E": moe_sort._BLOCK_E}
@@ -123,12 +113,10 @@ def moe_sort_cases() -> list[dict[str, Any]]:
 
 
 def _scatter_case(top_k: int) -> dict[str, Any]:
-    """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "BLOCK": _moe_rows._BLOCK}
     return report_case(_moe_rows._scatter_kernel, _TYPES, blocks)
 
 
 def _combine_case(top_k: int, *, weighted: bool) -> dict[str, Any]:
-    """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "WEIGHTED": weighted, "BLOCK": _moe_rows._BLOCK}
     return report_case(_moe_rows._combine_kernel, _TYPES, blocks)

@@ -10,7 +10,6 @@ from kernel_cases.case import report_case
 
 
 def adamw_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
     types |= {"steps_ptr": "*fp64", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
     types |= dict.fromkeys(("beta1", "beta2", "rest1", "rest2", "eps"), "fp32")
@@ -29,7 +28,6 @@ def adamw_cases() -> list[dict[str, Any]]:
 
 
 def square_sums_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "parts_ptr": "*fp64", "sums_ptr": "*fp64"}
     usual = {"VECTORIZES": True, "COLUMNS": square_sums._COLUMNS, "BLOCK": BLOCK}
     return [

@@ -8,22 +8,14 @@ from typing import Any
 
 import torch
 
-from fusedops.kernels import (
-    _grouped,
-    _launch,
-    baddbmm,
-    linear_act,
-    linear_glu,
-    moe_mlp,
-)
+from fusedops.kernels import _grouped, _launch, baddbmm, linear_act, linear_glu, moe_mlp
 from fusedops.kernels._products import GROUP_M, blocks_of, group_of
-from kernel_cases.case import descriptor_type, report_case
+from kernel_cases.case import DTYPES, descriptor_type, report_case
 
 
 def linear_act_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for dtype, name in DTYPES:
         pointers = ("x", "weight", "bias", "kept", "y", "dy", "dz", "hidden")
         types = {f"{pointer}_ptr": f"*{name}" for pointer in pointers} | {"dbias_ptr": "*fp32"}
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "TMA_MODE": "none"}
@@ -38,29 +30,21 @@ def linear_act_cases() -> list[dict[str, Any]]:
 
 
 def linear_glu_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for dtype, name in DTYPES:
         weights = ("gate_weight_ptr", "up_weight_ptr")
         types = dict.fromkeys(("x_ptr", *weights, "gate_ptr", "up_ptr", "y_ptr"), f"*{name}")
         flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee", "TMA_MODE": "none"}
         flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
-        cases += matrix_cases(
-            linear_glu._forward_kernel,
-            dtype,
-            types,
-            flags,
-            linear_glu._blocks,
-            weights=weights,
-            tiles_per_block=2,
-        )
+        tiles: dict[str, Any] = {"weights": weights, "tiles_per_block": 2}
+        kernel, blocks = linear_glu._forward_kernel, linear_glu._blocks
+        cases += matrix_cases(kernel, dtype, types, flags, blocks, **tiles)
     return cases
 
 
 def baddbmm_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for dtype, name in DTYPES:
         types = dict.fromkeys(("addend_ptr", "a_ptr", "b_ptr", "y_ptr"), f"*{name}")
         types |= {"beta": "fp32", "alpha": "fp32"}
         flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
@@ -70,9 +54,8 @@ def baddbmm_cases() -> list[dict[str, Any]]:
 
 
 def grouped_cases(*, gathers: bool) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for dtype, name in DTYPES:
         types, matrix = _grouped_types(name), dtype == torch.bfloat16
         common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
         plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
@@ -91,16 +74,11 @@ def grouped_cases(*, gathers: bool) -> list[dict[str, Any]]:
             )
         for label, pointers, differing in forms:
             form = plain | differing
+            gathered: dict[str, bool] = {"gathers": form["GATHERS"]}
+            blocks = functools.partial(_grouped._product_blocks, **gathered)
             cases += matrix_cases(
-                _grouped._product_kernel,
-                dtype,
-                types | pointers,
-                form,
-                functools.partial(_grouped._product_blocks, gathers=form["GATHERS"]),
-                label=label,
-                weights=("weight_ptr",),
-                leading=1,
-                gathers=form["GATHERS"],
+                *(_grouped._product_kernel, dtype, types | pointers, form, blocks),
+                **{"label": label, "weights": ("weight_ptr",), "leading": 1} | gathered,
             )
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
@@ -118,9 +96,8 @@ def grouped_cases(*, gathers: bool) -> list[dict[str, Any]]:
 
 
 def moe_mlp_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = grouped_cases(gathers=True)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for dtype, name in DTYPES:
         types = _grouped_types(name) | {"permutation_ptr": "*i32", "dprobs_ptr": "*fp32"}
         types |= {"d_ptr": "*fp32"} | dict.fromkeys(
             ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
@@ -130,16 +107,11 @@ def moe_mlp_cases() -> list[dict[str, Any]]:
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
+            tiles = {"weights": ("weight_ptr",), "tiles_per_block": 2 if gate == "halves" else 1}
+            blocks, constexprs = functools.partial(moe_mlp._blocks, gate=gate), flags | form
             cases += matrix_cases(
-                moe_mlp._expert_kernel,
-                dtype,
-                types,
-                flags | form | {dense: 1},
-                functools.partial(moe_mlp._blocks, gate=gate),
-                weights=("weight_ptr",),
-                tiles_per_block=2 if gate == "halves" else 1,
-                leading=1,
-                gathers=True,
+                *(moe_mlp._expert_kernel, dtype, types, constexprs | {dense: 1}, blocks),
+                **{"leading": 1, "gathers": True} | tiles,
             )
             wants = dict.fromkeys(("WANTS_GRAD", "WANTS_HIDDEN", "WANTS_PROBS", "HAS_B2"), True)
             values = form | wants | {"GROUPS": 128} | moe_mlp._PASS_BLOCK
@@ -209,15 +181,10 @@ def _by_tma(
     leading: int,
     gathers: bool,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return types and constexprs of a matrix kernel that reads by descriptors, for the report.
+    """Return types and constexprs of a matrix kernel that reads by descriptors.
 
-    Args:
-        tma_mode: ``"plain"`` or ``"transposed"``.
-        types: of the arguments, in the form without descriptors, ``x_ptr`` among them.
-        constexprs: in that form, with the tile sizes.
-        weights: argument name -> how many of its columns a tile reads.
-        leading: dims of the weights before the matrix.
-        gathers: whether ``x_ptr`` stays a pointer.
+    ``types`` and ``constexprs`` are those without descriptors, ``weights`` are names of arguments
+    and how many of its columns a tile reads; the mode is ``"plain"`` or ``"transposed"``.
     """
     name, depth = types["x_ptr"].removeprefix("*"), constexprs["BLOCK_K"]
     kinds = dict(types)

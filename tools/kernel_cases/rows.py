@@ -10,7 +10,6 @@ from kernel_cases.case import report_case
 
 
 def norm_cases(centred: bool, *, residual: bool = False) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
     types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32")
     types |= {"seed_ptr": "*i64"} if residual else {}
@@ -47,7 +46,6 @@ def norm_cases(centred: bool, *, residual: bool = False) -> list[dict[str, Any]]
 
 
 def scaled_masked_softmax_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"scale": "fp32"}
     cases = []
     for cols in (256, 2048, 16384):
@@ -55,32 +53,24 @@ def scaled_masked_softmax_cases() -> list[dict[str, Any]]:
         for mask, causal in (("none", True), ("keep", False), ("additive", False)):
             kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
             chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
-            cases.append(
-                report_case(
-                    scaled_masked_softmax._forward_kernel, kind, chosen, options, label=mask
-                )
-            )
+            kernel = scaled_masked_softmax._forward_kernel
+            cases.append(report_case(kernel, kind, chosen, options, label=mask))
         cases.append(report_case(scaled_masked_softmax._backward_kernel, types, blocks, options))
         chosen = {"WANTS_INPUT": True, "BLOCK_N": cols}
-        options = _launch.row_options(2 * cols)
-        cases.append(
-            report_case(scaled_masked_softmax._backward_mask_kernel, types, chosen, options)
-        )
+        kernel, options = scaled_masked_softmax._backward_mask_kernel, _launch.row_options(2 * cols)
+        cases.append(report_case(kernel, types, chosen, options))
     long = {"BLOCK_N": scaled_masked_softmax._LONG_BLOCK}
     chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
     options = _launch.row_options(scaled_masked_softmax._LONG_BLOCK)
     cases.append(report_case(scaled_masked_softmax._forward_long_kernel, types, chosen, options))
     for chips in ((80, 90, 120), (100,)):
         options = scaled_masked_softmax._long_options(chips[0] // 10)
-        case = report_case(
-            scaled_masked_softmax._backward_long_kernel, types, long, options, capabilities=chips
-        )
-        cases.append(case)
+        kernel = scaled_masked_softmax._backward_long_kernel
+        cases.append(report_case(kernel, types, long, options, capabilities=chips))
     return cases
 
 
 def cross_entropy_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
     sums = ("loss", "statistics", "largest", "others", "values", "label", "dloss", "total", "count")
     types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
@@ -98,12 +88,5 @@ def cross_entropy_cases() -> list[dict[str, Any]]:
             flags = {"CAPPED": capped, "BLOCK": cross_entropy._BLOCK}
             of_kind = types | {"x_ptr": logits}
             cases.append(report_case(cross_entropy._backward_kernel, of_kind, flags, options))
-    cases.append(
-        report_case(
-            cross_entropy._total_kernel,
-            types,
-            {"BLOCK": cross_entropy._SUM_BLOCK},
-            cross_entropy._OPTIONS,
-        )
-    )
-    return cases
+    kernel, sizes = cross_entropy._total_kernel, {"BLOCK": cross_entropy._SUM_BLOCK}
+    return [*cases, report_case(kernel, types, sizes, cross_entropy._OPTIONS)]

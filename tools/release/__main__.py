@@ -11,6 +11,7 @@ build/release), and prints what it is about to do. Nothing is uploaded.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -32,9 +33,8 @@ def options() -> argparse.Namespace:
         "--python",
         nargs="+",
         default=PYTHONS,
-        help="versions (left out where this machine has none), paths, or ROOT:VERSION by chroot",
+        help="versions (left out where this machine has none) or paths",
     )
-    parser.add_argument("--pairs", choices=("all", "few"), default="all", help="few: a cross")
     return parser.parse_args()
 
 
@@ -50,7 +50,7 @@ def main() -> int:
         if chosen.command in ("check", "all"):
             distributions.check(tools, dist)
         if chosen.command in ("try", "all"):
-            pairs = environments.pairs(chosen.torch, chosen.python, cross=chosen.pairs == "few")
+            pairs = itertools.product(chosen.torch, chosen.python)
             rows = environments.try_all(tools, dist, pairs, WORK)
             page.record(rows, distributions.describe(dist))
             return 0 if all(row["passed"] for row in rows) else 1

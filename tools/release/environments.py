@@ -7,8 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,6 @@ from release.distributions import ReleaseError
 SMOKE = Path(__file__).with_name("smoke.py")
 Pair = tuple[str, str]  # torch, Python
 _IMPORTS = 3  # of which the fastest counts: other processes disturb
-
-
-def pairs(torches: Sequence[str], pythons: Sequence[str], *, cross: bool) -> list[Pair]:
-    """Return the torches and Pythons to try together; those of one torch follow each other.
-
-    Args:
-        torches: versions.
-        pythons: versions or paths.
-        cross: every torch with one Python, and every Python with one torch, instead of all.
-    """
-    middle = (torches[len(torches) // 2], pythons[min(1, len(pythons) - 1)])
-    every = [(torch, python) for torch in torches for python in pythons]
-    if not cross:
-        return every
-    return [pair for pair in every if pair[0] == middle[0] or pair[1] == middle[1]]
 
 
 def try_all(tools: Path, dist: Path, pairs: Iterable[Pair], work: Path) -> list[dict[str, Any]]:
@@ -52,7 +36,7 @@ def try_all(tools: Path, dist: Path, pairs: Iterable[Pair], work: Path) -> list[
         print(f"torch {torch}, Python {python}", end=": ", flush=True)
         started = time.monotonic()
         try:
-            row |= _try_one(tools, python, program, torch, binary, pure, work)
+            row |= _try_one(tools, program, torch, binary, pure, work)
         except ReleaseError as error:
             message = str(error)
             unavailable = "No solution found" in message or "no wheels with a matching" in message
@@ -78,54 +62,23 @@ def interpreter(python: str) -> Path | None:
     return Path(program) if program else None
 
 
-@dataclass(frozen=True)
-class _Environment:
-    """Where packages are installed, and what runs Python there.
-
-    A Python of another system is given as its root, ``/roots/sid:3.14``: the packages go into a
-    folder of the root, and Python runs in it by ``chroot`` (as root). This makes one:
-    ``debootstrap --variant=minbase --include=python3,libgomp1,libstdc++6 sid /roots/sid``.
-    """
-
-    install: tuple[Any, ...]  # of uv: where to
-    python: tuple[Any, ...]
-    smoke: Path  # where smoke.py is, for that Python
-
-    @classmethod
-    def make(cls, uv: Path, python: str, program: Path, folder: Path) -> _Environment:
-        """Make it empty; ``folder`` is that of a virtual environment."""
-        root, _, version = python.partition(":")
-        if not version:
-            distributions.run([uv, "venv", "--quiet", "--python", program, folder])
-            made = folder / "bin" / "python"
-            return cls(("--python", made), (made,), SMOKE)
-        if not (Path(root) / "proc" / "cpuinfo").exists():
-            raise ReleaseError(f"torch needs /proc: mount -t proc proc {root}/proc")
-        packages = Path(root) / "opt" / "packages"
-        shutil.rmtree(packages, ignore_errors=True)
-        packages.mkdir(parents=True)
-        shutil.copy(SMOKE, packages)
-        where = ("--target", packages, "--python-version", version, "--only-binary", ":all:")
-        run = ("chroot", root, "/usr/bin/env", "PYTHONPATH=/opt/packages", f"python{version}")
-        return cls(where, run, Path("/opt/packages") / SMOKE.name)
-
-
 def _try_one(
-    tools: Path, python: str, program: Path, torch: str, binary: Path, pure: Path, work: Path
+    tools: Path, program: Path, torch: str, binary: Path, pure: Path, work: Path
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        environment = _Environment.make(tools / "uv", python, program, Path(folder) / "venv")
+        python = Path(folder) / "venv" / "bin" / "python"
+        distributions.run([tools / "uv", "venv", "--quiet", "--python", program, folder + "/venv"])
         cache = {**os.environ, "UV_CACHE_DIR": str(work / "uv")}
-        install = [tools / "uv", "pip", "install", "--quiet", *environment.install]
+        install = [tools / "uv", "pip", "install", "--quiet", "--python", python]
         distributions.run([*install, f"torch=={torch}"], env=cache)
         distributions.run([*install, "--compile-bytecode", binary], env=cache)
         # A clean environment: nothing of the checkout, of other packages or of settings.
         bare = {"PATH": "/usr/sbin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
         run: dict[str, Any] = {"cwd": folder, "env": bare}
-        smoke = [*environment.python, environment.smoke]
+        smoke = [python, SMOKE]
         results = [_smoke(distributions.run([*smoke, "cpp"], **run)) for _ in range(_IMPORTS)]
         row = min(results, key=lambda result: result["fusedops_s"])
-        command = [*environment.python, "-m", "fusedops", "doctor", "--device", "cpu"]
+        command = [python, "-m", "fusedops", "doctor", "--device", "cpu"]
         distributions.run(command, **run)
         row["doctor"] = "passed"
         again = ["--reinstall-package", "fusedops", "--no-deps", pure]

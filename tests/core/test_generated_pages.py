@@ -1,13 +1,15 @@
-"""docs/benchmarks.md: every record is in the history, and a row shows the newest measurement."""
+"""Generated pages: docs/ops, docs/benchmarks.md with its history, docs/coverage.md."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import coverage_page
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -17,13 +19,18 @@ HEADER = (
 )
 
 
+def generator(monkeypatch: pytest.MonkeyPatch, *names: str) -> ModuleType:
+    """Return the first of some modules of ``docs``; nobody finds them by these names afterwards."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    module = importlib.import_module(names[0])
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    return module
+
+
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(DOCS))
-    module = importlib.import_module("gen_benchmarks")
-    for name in ("gen_benchmarks", "benchmark_history", "blocks"):
-        monkeypatch.delitem(sys.modules, name)  # after this test nobody finds them by these names
-    return module
+    return generator(monkeypatch, "gen_benchmarks", "benchmark_history", "blocks")
 
 
 def rows(*lines: str) -> str:
@@ -74,3 +81,43 @@ def test_the_committed_history_has_every_record(page: ModuleType) -> None:
     }
     records = set(page.history.current(headlines))
     assert records and records <= set(page.history.read()), "run `make docs` and commit"
+
+
+def test_measurements_of_two_machines_have_two_titles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines of one name differ in the folder of their results."""
+    pages = generator(monkeypatch, "gen_ops", "results")
+    folders = {path.parent.name for path in pages.results.RESULTS.glob("*/layer_norm-*.csv")}
+    assert len(folders) > 1
+    for name in {path.stem.rpartition("-")[0] for path in pages.results.RESULTS.glob("*/*-*.csv")}:
+        tables = map(pages._measured, pages.results.RESULTS.glob(f"*/{name}-*.csv"))
+        titles = [title for table in tables for title in re.findall("^### .*", table, re.M)]
+        assert len(titles) == len(set(titles)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "expected"),
+    [
+        ("llama", "causal", {"attention": "registry", "residual": "", "feed-forward": "code"}),
+        ("olmo", "causal", {"attention": "registry", "norm": "code", "feed-forward": "code"}),
+        ("gptj", "causal", {"attention": "no", "norm": "table", "feed-forward": "code"}),
+        ("falcon", "causal", {"attention": "code", "norm": "table", "feed-forward": "code"}),
+        ("mpt", "causal", {"attention": "no"}),  # it returns its weights
+        ("bart", "sequence to sequence", {"loss": "code"}),
+        ("nemotron_h", "causal", {"norm": "code", "experts": "registry"}),
+        ("mt5", "sequence to sequence", {"attention": "registry", "norm": "copy"}),
+    ],
+)
+def test_a_row_says_how_each_rule_is_known(name: str, task: str, expected: dict[str, str]) -> None:
+    result = coverage_page.coverage(
+        name, coverage_page.small_model(name, coverage_page.TASKS[task][1]), task
+    )
+    assert {column: result.cell(column) for column in expected} == expected
+    row = (
+        f"| {name} | " + " | ".join(result.cell(column) for column in coverage_page.COLUMNS) + " |"
+    )
+    assert row in coverage_page.PAGE.read_text()
+
+
+@pytest.mark.slow
+def test_the_page_of_coverage_is_of_this_code() -> None:
+    assert coverage_page.page() == coverage_page.PAGE.read_text()

@@ -1,12 +1,12 @@
 """A GPU that is not there, for Triton: kernels compile for it and launches are noted.
 
-    with stand_in_cuda.installed(capability=(9, 0)) as gpu:
+    with stand_in_driver.installed(folder, capability=(9, 0)) as gpu:
         kernel[grid](...)              # CPU tensors; nothing is computed
         gpu.launches()                 # each launch as bytes
         with gpu.plans(): ...          # the compiled router plans calls on CPU tensors
 
-Triton's own driver code runs, down to ``cuLaunchKernelEx`` of a library that ``stand_in_cuda.cpp``
-is compiled to. With ``notes=False`` launches return at once: what is left is the time of the host.
+Triton's own driver code runs, down to ``cuLaunchKernelEx`` of a library that
+``stand_in_driver.cpp`` is compiled to.
 """
 
 from __future__ import annotations
@@ -82,42 +82,32 @@ class Gpu:
         )
 
 
-def build(folder: Path) -> Path:
-    """Compile the stand-in into a folder, as ``libcuda.so.1``; return its path."""
+@functools.cache
+def _library(folder: Path) -> ctypes.CDLL:
+    """Compile the stand-in, and load it as the libcuda.so.1 that others link to."""
     import triton.backends.nvidia.driver as nvidia
 
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "libcuda.so.1"
-    include = f"-I{nvidia.include_dirs[0]}"
-    command = [native.compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", include, str(_SOURCE)]
-    subprocess.run([*command, "-Wl,-soname,libcuda.so.1", "-o", str(path)], check=True)
-    return path
-
-
-@functools.cache
-def _library(folder: str) -> ctypes.CDLL:
-    """Compile the stand-in, and load it as the libcuda.so.1 that others link to."""
-    return ctypes.CDLL(str(build(Path(folder))), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    command = [native.compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", str(_SOURCE)]
+    command += [f"-I{nvidia.include_dirs[0]}", "-Wl,-soname,libcuda.so.1", "-o", str(path)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
 
 
 @contextlib.contextmanager
-def installed(
-    folder: Path, capability: tuple[int, int] = (9, 0), *, notes: bool = True
-) -> Iterator[Gpu]:
+def installed(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     """Stand for a GPU inside the block; CPU tensors count as its own.
 
     Args:
         folder: for the compiled library and for Triton's own driver code.
         capability: compute capability, such as ``(9, 0)``.
-        notes: whether launches are kept.
     """
-    library = _library(str(folder))
     from triton import knobs
     from triton.backends.nvidia.driver import CudaDriver
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
-    gpu = Gpu(library)
+    gpu = Gpu(_library(folder))
     load = CompiledKernel._init_handles
 
     def init_handles(kernel: Any) -> None:
@@ -134,7 +124,6 @@ def installed(
         stack.enter_context(mock.patch.object(driver, "_active", active))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", init_handles))
         stack.enter_context(_as_gpu(capability))
-        library.stand_in_note(ctypes.c_bool(notes))
         gpu.clear()
         yield gpu
 

@@ -1,16 +1,11 @@
 // A libcuda.so.1 for machines without a GPU: modules load, launches are noted and run nothing.
 //
-// tools/stand_in_cuda.py compiles and loads it before Triton looks for the real one. Memory is the
+// stand_in_driver.py compiles and loads it before Triton looks for the real one. Memory is the
 // host's, so that addresses are those of CPU tensors. A launch is kept as bytes: function, grid,
 // threads, shared memory, stream, and every parameter with the size that `stand_in_describe` gave,
 // filled up to 8 bytes.
-//
-// An error that `stand_in_plant` asks for comes as a GPU's does: with the launch that causes it
-// under CUDA_LAUNCH_BLOCKING=1, otherwise with the next call, and then with all calls that follow.
 #include <cuda.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -24,17 +19,8 @@ namespace {
 std::mutex mutex;
 std::map<uint64_t, std::vector<int>> parameter_sizes;  // by function
 std::vector<std::string> launches;
-bool notes = true;
 uint64_t last_handle = 0x1000;
-const CUresult* planned_failure = nullptr;
-constexpr int kHang = -1;
-int planted = 0;  // error of the next launch
-int pending = 0;  // error of a launch that nobody has waited for
-
-CUresult status() {
-  while (pending == kHang) sleep(1);
-  return static_cast<CUresult>(pending);
-}
+CUresult planned_failure = CUDA_SUCCESS;
 
 template <typename Value>
 void append(std::string& text, const Value& value) {
@@ -43,13 +29,7 @@ void append(std::string& text, const Value& value) {
 
 CUresult note(uint64_t function, const uint32_t (&grid)[3], uint32_t threads, uint32_t shared,
               void* stream, void** parameters) {
-  if (planned_failure != nullptr) return *planned_failure;
-  if (const CUresult before = status(); before != CUDA_SUCCESS) return before;
-  pending = planted;
-  planted = 0;
-  const char* blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
-  if (blocking != nullptr && std::strcmp(blocking, "1") == 0 && pending != 0) return status();
-  if (!notes) return CUDA_SUCCESS;
+  if (planned_failure != CUDA_SUCCESS) return planned_failure;
   const std::lock_guard lock(mutex);
   std::string text;
   append(text, function);
@@ -98,14 +78,11 @@ CUresult cuCtxGetLimit(size_t* value, CUlimit) {
 CUresult cuCtxSetLimit(CUlimit, size_t) {
   return CUDA_SUCCESS;
 }
-CUresult cuGetErrorString(CUresult error, const char** text) {
-  *text = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "an illegal memory access was encountered"
-          : error == CUDA_ERROR_ASSERT        ? "device-side assert triggered"
-                                              : "an error of the stand-in";
-  return CUDA_SUCCESS;
+CUresult cuGetErrorString(CUresult, const char** text) {
+  return *text = "an error of the stand-in", CUDA_SUCCESS;
 }
 CUresult cuCtxSynchronize() {
-  return status();
+  return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   const bool shared = attribute == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
@@ -113,7 +90,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 }
 CUresult cuModuleLoadData(CUmodule* module, const void*) {
   const std::lock_guard lock(mutex);
-  return *module = reinterpret_cast<CUmodule>(last_handle += 16), status();
+  return *module = reinterpret_cast<CUmodule>(last_handle += 16), CUDA_SUCCESS;
 }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
   return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
@@ -122,7 +99,7 @@ CUresult cuModuleUnload(CUmodule) {
   return CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
-  return *function = reinterpret_cast<CUfunction>(module), status();
+  return *function = reinterpret_cast<CUfunction>(module), CUDA_SUCCESS;
 }
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
   const bool threads = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
@@ -182,16 +159,8 @@ void stand_in_describe(uint64_t function, int count, const int* sizes) {
   const std::lock_guard lock(mutex);
   parameter_sizes[function] = {sizes, sizes + count};
 }
-void stand_in_note(bool on) {
-  notes = on;
-}
 void stand_in_fail(int code) {
-  static CUresult failure;
-  failure = static_cast<CUresult>(code);
-  planned_failure = code == 0 ? nullptr : &failure;
-}
-void stand_in_plant(int error) {
-  planted = error;
+  planned_failure = static_cast<CUresult>(code);
 }
 int stand_in_launches() {
   return static_cast<int>(launches.size());
