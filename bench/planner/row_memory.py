@@ -2,8 +2,8 @@
 
 The estimate is that of ``memory.py`` for the row's model and layout, and what other trainers keep
 in addition: gathers of one product, gradients of 16 bits, and on devices before the H100 the copies
-that optimizers made before fused ones and FSDP2. ``docs/dev/planner_errors.md`` compares it with measured
-peaks.
+that optimizers made before fused ones and FSDP2. ``docs/dev/planner_errors.md`` compares it with
+measured peaks.
 """
 
 from __future__ import annotations
