@@ -109,7 +109,8 @@ class MLP(megatron_mlp.MLP):
         elif op in ("mlp", "linear_act"):
             hidden = linear_act(hidden_states, first.weight, first.bias, activation=name)
         elif op == "bias_gelu":
-            hidden = bias_gelu(*first(hidden_states), GELUS[name])
+            hidden, bias = first(hidden_states)
+            hidden = bias_gelu(hidden, bias, GELUS[name])
         else:
             hidden, bias = first(hidden_states)
             gate, up = (hidden if bias is None else hidden + bias).chunk(2, dim=-1)
