@@ -211,8 +211,8 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
         first = fusions[ops.index("linear_act")].steps[0]
         behind = [step for step in steps[steps.index(first) + 2 :] if isinstance(step, str)]
         linears = [name for name in behind if is_linear(children[name])]
-        obstacles = (product_obstacle(name, children[name]) for name in linears)
-        note = next((f"linear_act alone: {reason}" for reason in obstacles if reason), None)
+        obstacles = filter(None, (product_obstacle(name, children[name]) for name in linears))
+        note = next((f"linear_act alone: {obstacle}" for obstacle in obstacles), None)
     absorbed = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
     return FusionPlan(tuple(dict.fromkeys(ops)), tuple(absorbed), note)
 
