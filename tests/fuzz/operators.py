@@ -34,8 +34,7 @@ class Operators:
     name = "operators"
     batch = 4000
 
-    def __init__(self, only: str | None = None, *, data_only: bool = False) -> None:
-        self.data_only = data_only
+    def __init__(self, only: str | None = None) -> None:
         self.calls = _recorded(only)
         self.names = sorted(self.calls)
         assert self.names, f"no operator's name contains {only!r}"
@@ -44,9 +43,6 @@ class Operators:
         calls = self.calls[rng.choice(self.names)]
         func, args = rng.choice(calls)
         made = _own(func, args)
-        if self.data_only:
-            self._change_data(rng, func, made)
-            return func, made
         kind = rng.random()
         if kind < 0.15:
             mutate.sizes(rng, made)
@@ -62,17 +58,6 @@ class Operators:
                 made[place] = mutate.other(rng, made[place])
         return func, made
 
-    def _change_data(self, rng: random.Random, func: Any, made: list[Any]) -> None:
-        """Change what no contract of shapes and dtypes speaks of."""
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            place = rng.randrange(len(made))
-            if isinstance(made[place], torch.Tensor):
-                made[place] = mutate.tensor(rng, made[place], data_only=True)
-            elif _takes_tensors(func, place):
-                made[place] = mutate.tensors(rng, made[place], data_only=True)
-            elif isinstance(made[place], (int, float)):
-                made[place] = mutate.other(rng, made[place])
-
     def run(self, rng: random.Random) -> str:
         """Make a call and run it."""
         func, made = self._make(rng)
@@ -80,10 +65,8 @@ class Operators:
         try:
             with torch.no_grad():
                 result = func(*made)
-        except Exception as error:
-            if "out of memory" in str(error) or "can't allocate memory" in str(error):
-                return "OutOfMemoryError"
-            return type(error).__name__
+        except Exception:
+            return "refused"
         _compare(func, result, copied)
         return "returned"
 
@@ -148,14 +131,10 @@ def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
 
 def _own(func: Any, args: Sequence[Any]) -> list[Any]:
     """Return the arguments of a call; what it writes to is a copy, of the same strides."""
-
-    def copy(each: torch.Tensor) -> torch.Tensor:
-        return each.clone(memory_format=torch.preserve_format)
-
     made = list(args)
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:
-            made[place] = pytree.tree_map_only(torch.Tensor, copy, made[place])
+            made[place] = pytree.tree_map_only(torch.Tensor, _copy, made[place])
     return made
 
 
@@ -165,5 +144,10 @@ def _takes_tensors(func: Any, place: int) -> bool:
 
 def _plain(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
-        return arg.detach().clone(memory_format=torch.preserve_format)
+        return _copy(arg.detach())
     return list(arg) if isinstance(arg, (list, tuple)) else arg
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in memory of the same strides."""
+    return tensor.clone(memory_format=torch.preserve_format)

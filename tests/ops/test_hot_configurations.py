@@ -58,7 +58,7 @@ def each_call() -> Any:
 def assert_matches_float64(
     call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device
 ) -> None:
-    sample = hot_samples.made(call, dtype, device)
+    sample = hot_samples.made(call, hot_samples.New(device, dtype))
     assert sample.spec is not None
     fusedops.reset_counters()
     with fusedops.use_backend("triton"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from comparing import assert_close
 
 import fusedops
@@ -54,29 +53,6 @@ def test_the_least_finite_number_is_no_mask(backend: str) -> None:
         y = fusedops.scaled_masked_softmax(x, mask)
     assert torch.equal(y[0, 0], torch.full_like(y[0, 0], 1 / 8))
     assert not y[0, 1, 4:].any()
-
-
-@by_backend
-@pytest.mark.parametrize(
-    ("queries", "keys", "masked"), [(6, 6, False), (4, 9, False), (9, 4, False), (5, 7, True)]
-)
-def test_causality_and_masks_are_those_of_sdpa(
-    queries: int, keys: int, masked: bool, backend: str
-) -> None:
-    query, key = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
-    keep = torch.rand(2, 1, queries, keys) > 0.4 if masked else None
-    if keep is not None:
-        keep[..., 0] = True
-    eye = torch.eye(keys).expand(2, 3, -1, -1)
-    want, exact = (
-        F.scaled_dot_product_attention(
-            *(tensor.to(dtype) for tensor in (query, key, eye)), keep, is_causal=not masked
-        )
-        for dtype in (torch.float32, torch.float64)
-    )
-    with fusedops.use_backend(backend):
-        got = fusedops.scaled_masked_softmax(query @ key.mT, keep, 8**-0.5, not masked)
-    assert_close(got, exact, want, "probabilities", depth=8)
 
 
 @by_backend

@@ -17,6 +17,14 @@ TOKENS, HIDDEN, INNER, EXPERTS = 96, 16, 12, 3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 
 
+def plan_of(ids: torch.Tensor) -> fusedops.RoutingPlan:
+    return fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
+
+
+def as_it_is(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
+
+
 class Experts:
     """A layer of experts, called with parts of the tokens."""
 
@@ -32,18 +40,15 @@ class Experts:
         self.b1, self.b2 = new(EXPERTS, 2 * INNER), new(EXPERTS, HIDDEN)
         self.ids = torch.rand(TOKENS, 2, EXPERTS, generator=generator).argmax(2)
         self.grad = new(TOKENS, HIDDEN).detach()
-        self.wrap: Callable[..., Any] = lambda function, *args, **options: function(
-            *args, **options
-        )
+        self.wrap: Callable[..., Any] = as_it_is
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         return [self.w1, self.w2, self.b1, self.b2]
 
     def part(self, x: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        plan = fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
         parameters = self.w1.mT, self.w2, self.b1, self.b2
-        return fusedops.moe_mlp(x, plan, *parameters, **options)
+        return fusedops.moe_mlp(x, plan_of(ids), *parameters, **options)
 
     def output(self, parts: int, *, on: bool = True, **options: Any) -> torch.Tensor:
         with summed(on):
@@ -143,8 +148,8 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
         if len(seen) == 2:
             raise ArithmeticError("as a test wants it")
 
-    def hooked(function: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        output = function(x, ids)
+    def hooked(function: Any, *args: Any) -> torch.Tensor:
+        output = function(*args)
         output.register_hook(fail)
         return output
 
@@ -156,25 +161,23 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
     assert_same_bits(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_the_calls(reentrant: bool) -> None:
-    layer = Experts()
-    expected = layer.gradients(3)
-    # The reentrant form needs an argument with a gradient.
-    output = checkpoint(lambda _: layer.output(3), layer.x, use_reentrant=reentrant)
-    output.backward(layer.grad)
-    assert_same_bits([parameter.grad for parameter in layer.parameters], expected)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-def test_checkpointing_inside_of_each_call(recompute: bool) -> None:
-    """What is computed again is computed outside, by the ops as they are."""
+@pytest.mark.parametrize("way", ["around", "around, reentrant", "inside"])
+def test_checkpoints_around_all_calls_and_inside_of_each(way: str, recompute: bool) -> None:
+    """What is computed again inside of a call is computed by the ops as they are."""
     layer = Experts()
     expected = layer.gradients(3, recompute=recompute)
-    layer.wrap = lambda function, *args, **options: checkpoint(
-        function, *args, use_reentrant=False, **options
-    )
-    assert_same_bits(layer.gradients(3, recompute=recompute), expected)
+    if way == "inside":
+        layer.wrap = lambda *args, **options: checkpoint(*args, use_reentrant=False, **options)
+        output = layer.output(3, recompute=recompute)
+    else:  # the reentrant form needs an argument with a gradient
+        output = checkpoint(
+            lambda _: layer.output(3, recompute=recompute),
+            layer.x,
+            use_reentrant="reentrant" in way,
+        )
+    output.backward(layer.grad)
+    assert_same_bits([parameter.grad for parameter in layer.parameters], expected)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -193,8 +196,7 @@ def test_a_parameter_may_stand_twice_in_a_call_and_in_calls_of_both_ops() -> Non
     layer = Experts()
     stack = torch.nn.Parameter(layer.w1[:, :HIDDEN].detach().clone())
     ends = torch.tensor([4, 4, 8], dtype=torch.int32)
-    plans = [fusedops.RoutingPlan.from_choices(ids, torch.ones(8, 2), EXPERTS)
-             for ids in layer.ids.split(8)]  # fmt: skip
+    plans = [plan_of(ids) for ids in layer.ids.split(8)]
 
     def grad(on: bool, weight: torch.Tensor) -> torch.Tensor:
         x = layer.x.detach().to(weight.dtype)
@@ -229,15 +231,11 @@ def test_views_are_one_parameter_and_functions_of_the_user_are_not() -> None:
     layer = Experts()
     w1, others = layer.w1, layer.parameters[1:]
     expected = layer.gradients(2)
-    sizes: list[torch.Tensor] = []
-
-    def count(grad: torch.Tensor) -> None:
-        sizes.append(grad)
-
-    w1.register_hook(count)
+    hooked: list[torch.Tensor] = []
+    w1.register_hook(hooked.append)
     halves = layer.output(2)
     torch.autograd.grad(halves, [w1, *others], layer.grad)
-    assert len(sizes) == 1 and torch.equal(sizes[0], expected[0])
+    assert len(hooked) == 1 and torch.equal(hooked[0], expected[0])
     parts = []
     with summed(True):
         for factor, x, ids in zip(
@@ -277,22 +275,20 @@ def test_an_error_in_the_middle_ends_it() -> None:
 
 def test_there_is_no_second_derivative_inside_alone() -> None:
     layer = Experts()
-    for on in (True, False):
-        (grad,) = torch.autograd.grad(
-            layer.output(2, on=on).float().square().sum(), layer.w2, create_graph=True
-        )
-        if on:
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                grad.float().square().sum().backward()
-        else:
-            grad.float().square().sum().backward()
+
+    def slope(on: bool) -> torch.Tensor:
+        loss = layer.output(2, on=on).float().square().sum()
+        return torch.autograd.grad(loss, layer.w2, create_graph=True)[0].float().square().sum()
+
+    slope(False).backward()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope(True).backward()
 
 
 def test_compiled_calls_are_left_to_autograd() -> None:
     layer = Experts()
     expected = layer.gradients(2, on=False)
-    plans = [fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
-             for ids in layer.ids.tensor_split(2)]  # fmt: skip
+    plans = [plan_of(ids) for ids in layer.ids.tensor_split(2)]
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def part(x: torch.Tensor, plan: Any) -> torch.Tensor:
