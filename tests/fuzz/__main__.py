@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from . import engine
-from .functions import Arguments, Functions
-from .operators import Operators
+from .calls import Arguments, Functions, Operators
 
 FUZZERS = {each.name: each for each in (Operators, Functions, Arguments)}
 

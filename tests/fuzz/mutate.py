@@ -120,10 +120,19 @@ def _expanded(rng: random.Random, given: torch.Tensor) -> Any:
     return given.narrow(dim, 0, 1).expand(given.shape)
 
 
-def _strided(rng: random.Random, given: torch.Tensor) -> Any:
-    wide = given.new_zeros((*given.shape, 3))
+def strided(rng: random.Random, given: torch.Tensor) -> torch.Tensor:
+    """Return the values with others between them in memory."""
+    wide = given.new_full((*given.shape, 3), -1)
     wide[..., 1] = given
     return wide[..., 1]
+
+
+def in_another_order(rng: random.Random, given: torch.Tensor) -> torch.Tensor:
+    """Return the values with the dims in another order in memory."""
+    order = list(range(given.dim()))
+    rng.shuffle(order)
+    back = [order.index(dim) for dim in range(given.dim())]
+    return given.permute(order).contiguous().permute(back)
 
 
 def _values(rng: random.Random, given: torch.Tensor) -> Any:
@@ -160,7 +169,7 @@ _TENSOR_CHANGES = (
     *(_values,) * 4,
     *(lambda rng, given: None,) * 2,
     _expanded,
-    _strided,
+    strided,
     lambda rng, given: given.to("meta"),
     lambda rng, given: given.new_zeros(rng.choice(_EMPTY)),
 )

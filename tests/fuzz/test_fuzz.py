@@ -14,8 +14,7 @@ import torch
 from fusedops._core import extension
 
 from . import engine
-from .functions import Arguments, Functions
-from .operators import Operators
+from .calls import Arguments, Functions, Operators
 
 SECONDS = 5.0
 

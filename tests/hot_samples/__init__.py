@@ -10,7 +10,7 @@ kernel has got another tile, the sizes here follow it.
     for call in calls("attention", torch.bfloat16):
         result = made(call, New(torch.device("cuda"), torch.bfloat16)).run()
 
-Importing a kernel file needs Triton, and nothing here launches anything before ``run``.
+Nothing here launches anything, or needs Triton, before ``run``.
 """
 
 from __future__ import annotations

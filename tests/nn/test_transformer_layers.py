@@ -41,8 +41,9 @@ def run(module: nn.Module, call: Any, dtype: torch.dtype, **more: Any) -> list[t
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    ("training", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float64)]
+)
 def test_torchs_own_module_samples(info: Any, training: bool, dtype: torch.dtype) -> None:
     inputs = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=False, training=training

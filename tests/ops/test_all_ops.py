@@ -18,7 +18,15 @@ import fusedops
 from fusedops._core import backends, extension
 from fusedops._core.generators import seed_generators
 from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
-from fusedops.specs.comparison import floating, fresh, incoming, run, truth
+from fusedops.specs.comparison import (
+    baseline,
+    difference_from_exact,
+    floating,
+    fresh,
+    incoming,
+    run,
+    truth,
+)
 from fusedops.specs.recorder import RecordOps
 
 CPU = torch.device("cpu")
@@ -85,21 +93,28 @@ def each_run() -> Any:
     sample of integers alone is the same in every dtype.
     """
     chosen = []
-    for run_id, backend, device, dtype, marks in RUNS:
-        for spec in SPECS:
-            for number, sample in enumerate(samples(spec.name, torch.float32)):
-                integers = not any(tensor.is_floating_point() for tensor in sample.tensors)
+    for spec in SPECS:
+        for number, sample in enumerate(samples(spec.name, torch.float32)):
+            integers = not any(tensor.is_floating_point() for tensor in sample.tensors)
+            half_of_sample = HALF[number % 4] if number % 4 in (1, 2) else None
+            for run_id, backend, device, dtype, marks in RUNS:
                 if integers and dtype != torch.float32:
                     continue
-                half_of_sample = HALF[number % 4] if number % 4 in (1, 2) else None
                 interpreted = (backend, device) == ("triton", "cpu") and dtype in HALF[1:]
                 second = interpreted and dtype != half_of_sample
                 more = (*marks, pytest.mark.slow) if second else marks
                 values = (spec, sample.name, backend, device, dtype)
-                chosen.append(
-                    pytest.param(*values, id=f"{run_id}-{spec.name}-{sample.name}", marks=more)
-                )
+                name = f"{run_id}-{spec.name}-{sample.name}"
+                chosen.append(pytest.param(*values, id=name, marks=more))
     return pytest.mark.parametrize(("spec", "sample_name", "backend", "device", "dtype"), chosen)
+
+
+@functools.lru_cache(maxsize=16)
+def truth_and_baseline(name: str, sample_name: str, dtype: torch.dtype, device: str) -> Any:
+    """Return what backends are compared with; the tests of a sample follow each other."""
+    spec = all_specs()[name]
+    sample = sample_named(spec, sample_name, dtype, device)
+    return truth(spec, sample), baseline(spec, fresh(sample))
 
 
 @each_run()
@@ -114,7 +129,9 @@ def test_values_and_gradients_match_float64(
         actual = run(spec.op, sample)
     used = {used_backend for _, used_backend in fusedops.counters()}
     assert used == {backend}, f"ran on {used}"
-    assert_within_budget(actual, spec, sample)
+    references = truth_and_baseline(spec.name, sample_name, dtype, device)
+    found = difference_from_exact(actual, *references, spec, sample)
+    assert found is None, found
 
 
 @each_sample()

@@ -15,7 +15,7 @@ from comparing import assert_close, assert_within_budget
 
 import fusedops
 from fusedops.specs import Sample, all_specs
-from fusedops.specs.comparison import incoming, run
+from fusedops.specs.comparison import fresh, incoming, run
 from fusedops.specs.make import randn_on
 
 CPU = torch.device("cpu")
@@ -315,3 +315,100 @@ def test_a_sink_of_minus_infinity_beside_a_row_of_nothing(backend: str) -> None:
         for output in (dense, packed):
             (grad,) = torch.autograd.grad(output, sinks, torch.ones_like(output))
             assert grad[0] == 0 and grad[1].isfinite() and grad[1] != 0, grad
+
+
+def layout(tensor: torch.Tensor) -> list[int]:
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [stride for stride, size in pairs if size > 1]
+
+
+# What the generic tests leave out of the Triton kernels: all options together, gradients one by
+# one, layouts. The truth is the reference; dropout draws the same numbers there.
+def assert_agree(op: Any, sample: Sample, given: Any = incoming) -> None:
+    results = []
+    for backend in ("triton", "torch"):
+        with fusedops.use_backend(backend):
+            result = run(op, fresh(sample), given)
+        results.append([*result.outputs, *result.grads])
+    depth = max(tensor.numel() for tensor in sample.tensors)
+    for index, (got, want) in enumerate(zip(*results, strict=True)):
+        assert_close(got, want.double(), want, f"result {index}", depth)
+        assert layout(got) == layout(want)
+
+
+def new(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+OPTIONS: dict[str, Any] = {
+    "dropout_p": 0.3,
+    "window": (20, 9),
+    "softcap": 3.0,
+    "alibi_slopes": torch.tensor([[0.5, 0.25, 0.125, 0.0625]]),
+    "return_lse": True,
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("keys", [50, 52], ids=["counters_apart", "counters_in_fours"])
+def test_all_options_together(keys: int) -> None:
+    args = new(1, 4, 37, 20), new(1, 2, keys, 20), new(1, 2, keys, 12), new(1, 4, 1, keys)
+    options = OPTIONS | {"enable_gqa": True, "sinks": new(4)}
+    assert_agree(fusedops.attention, Sample("x", args, options))
+
+
+@pytest.mark.interpreter
+def test_all_options_of_packed_sequences_together() -> None:
+    ends = torch.tensor([0, 20, 20, 41]), torch.tensor([0, 33, 36, 52])
+    args = new(41, 4, 20), new(52, 2, 20), new(52, 2, 12), *ends, 21, 33
+    options = OPTIONS | {"alibi_slopes": torch.rand(3, 4), "is_causal": True, "sinks": new(4)}
+    assert_agree(fusedops.attention_varlen, Sample("x", args, options))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_gradient_alone(wanted: int) -> None:
+    shapes = ((2, 2, 18, 8), (2, 2, 21, 8), (2, 2, 21, 8), (2, 1, 18, 21), (2,))
+    *args, sinks = (
+        torch.randn(shape).requires_grad_(i == wanted) for i, shape in enumerate(shapes)
+    )
+    assert_agree(fusedops.attention, Sample("x", tuple(args), {"sinks": sinks}))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("given", [incoming, lambda outputs: [torch.ones(()).expand(2, 2, 18, 8)]])
+def test_any_layout(given: Any) -> None:
+    mask = torch.rand(18, 2, 1).permute(1, 2, 0).unsqueeze(-1).expand(2, 2, 18, 21) > 0.2
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = q.permute(3, 2, 1, 0), k.unsqueeze(1).mT, v.expand(2, 1, 21, 8)
+        return fusedops.attention(q, k, v, mask, enable_gqa=True)
+
+    sample = Sample("x", (new(8, 18, 2, 2), new(2, 8, 21), new(2, 1, 1, 8)))
+    assert_agree(call, sample, given)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("plain", [True, False])
+def test_decoding_merges_many_parts(plain: bool) -> None:
+    lengths, shape = torch.tensor([300, 77, 1]), (3, 2, 300)
+    args = torch.randn(3, 4, 2, 24), torch.randn(*shape, 24), torch.randn(*shape, 40), lengths
+    options = OPTIONS | {"window": (45, 0), "alibi_slopes": torch.rand(3, 4)}
+    del options["dropout_p"]
+    options = {"return_lse": True} if plain else options
+    sample = Sample("x", args, options | {"sinks": torch.randn(4)})
+    assert_agree(fusedops.attention_decode, sample)
+
+
+@pytest.mark.parametrize("capacity", [20, 300])  # one part, and many
+@pytest.mark.interpreter
+def test_a_length_past_the_cache_reads_nothing_and_gives_nan(capacity: int) -> None:
+    """What a GPU does where nobody has looked: in compiled code, in a captured graph."""
+    cache = torch.randn(1, 2, 4 * capacity, 16)[:, :, :capacity].expand(4, -1, -1, -1)
+    q, lengths = torch.randn(4, 4, 1, 16), torch.tensor([capacity, capacity + 1, -1, 2**40])
+    with fusedops.use_backend("triton"):
+        found, _ = torch.ops.fusedops.attention_decode(
+            q, cache, cache, lengths, None, None, 0.25, -1, 0.0
+        )
+    assert found[0].isfinite().all()
+    assert found[1:].isnan().all()

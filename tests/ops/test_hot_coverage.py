@@ -39,24 +39,14 @@ REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kern
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch would compile.
+    """What a launch would compile."""
 
-    Attributes:
-        kernel: the ``@triton.jit`` function.
-        types: argument name -> type; "constexpr" for a number that is 1, and for a constant.
-        constants: argument name -> value, a number that is 1 among them.
-        stand_ins: names of pointers that are another argument's tensor.
-        numbers: argument name -> value.
-        options: ``num_warps``, ``num_stages``.
-        grid: number of programs in each direction.
-    """
-
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    stand_ins: frozenset[str]
+    kernel: Any  # the ``@triton.jit`` function
+    types: dict[str, str]  # of arguments; "constexpr" for a number that is 1, and for a constant
+    constants: dict[str, Any]  # their values, a number that is 1 among them
+    stand_ins: frozenset[str]  # names of pointers that are another argument's tensor
     numbers: dict[str, int]
-    options: tuple[int, int]
+    options: tuple[int, int]  # ``num_warps``, ``num_stages``
     grid: tuple[int, ...]
 
 
@@ -71,20 +61,15 @@ class Recorder:
         kernel.device_caches.clear()  # every launch reaches the compiler
 
     def compile(self, source: Any, *, target: Any, options: dict[str, Any], **_: Any) -> Any:
-        names = source.fn.arg_names
-        given = self._arguments
-        tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
-        stand_ins = {
-            name
-            for name, tensor in tensors.items()
-            if any(tensor is other for key, other in tensors.items() if key != name)
-        }
+        names, given = source.fn.arg_names, self._arguments
+        tensors = [(name, id(v)) for name, v in given.items() if isinstance(v, torch.Tensor)]
+        counts = collections.Counter(address for _, address in tensors)
         self.launches.append(
             Launch(
                 kernel=source.fn,
                 types=dict(source.signature),
                 constants={names[path[0]]: value for path, value in source.constants.items()},
-                stand_ins=frozenset(stand_ins),
+                stand_ins=frozenset(name for name, address in tensors if counts[address] > 1),
                 numbers={name: value for name, value in given.items() if type(value) is int},
                 options=(options["num_warps"], options["num_stages"]),
                 grid=self._grid,

@@ -7,6 +7,7 @@ strides; and all digits of an incoming gradient count, whatever the dtype of the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,11 +62,12 @@ def with_gradients_of(sample: Sample, indices: set[int]) -> Sample:
 
 
 def subsets_of_leaves(sample: Sample) -> list[set[int]]:
-    """Return all leaves, each alone, and all but each."""
+    """Return all leaves, each alone, and all but each; no subset twice."""
     everything = set(range(len(sample.leaves)))
-    alone = [{index} for index in everything]
-    missing = [everything - only for only in alone]
-    return [subset for subset in (everything, *alone, *missing) if subset]
+    subsets = [everything]
+    for only in ({index} for index in everything):
+        subsets += [subset for subset in (only, everything - only) if subset not in subsets]
+    return [subset for subset in subsets if subset]
 
 
 def described(result: Any) -> list[Any]:
@@ -113,22 +115,22 @@ def test_gradients_are_laid_out_as_the_fakes_say(backend: str, spec: Spec, sampl
 
 def wide_outputs(spec: Spec, sample: Sample) -> Iterator[Sample]:
     """Yield the call with some of its tensors in half precision, where an output is float32."""
-    tensors = [tensor for tensor in sample.tensors if tensor.is_floating_point()]
-    for half in HALF:
-        for kept in (None, *tensors):
-
-            def change(tensor: torch.Tensor, half=half, kept=kept) -> torch.Tensor:
-                if not tensor.is_floating_point() or tensor is kept:
-                    return tensor
-                return tensor.detach().to(half).requires_grad_(tensor.requires_grad)
-
-            call = sample.map(change)
-            try:
-                outputs = floating(spec.op(*call.args, **call.kwargs))
-            except TypeError:  # the op does not take such a mixture
-                continue
-            if any(out.dtype == torch.float32 and out.requires_grad for out in outputs):
-                yield call
+    floats = [tensor for tensor in sample.tensors if tensor.is_floating_point()]
+    for half, kept in itertools.product(HALF, (None, *floats)):
+        narrow = {id(tensor) for tensor in floats if tensor is not kept}
+        call = sample.map(
+            lambda tensor, half=half, narrow=narrow: (
+                tensor.detach().to(half).requires_grad_(tensor.requires_grad)
+                if id(tensor) in narrow
+                else tensor
+            )
+        )
+        try:
+            outputs = floating(spec.op(*call.args, **call.kwargs))
+        except TypeError:  # the op does not take such a mixture
+            continue
+        if any(out.dtype == torch.float32 and out.requires_grad for out in outputs):
+            yield call
 
 
 @each_run

@@ -148,21 +148,6 @@ def test_rows_of_experts_are_sharded_by_columns(name: str) -> None:
     on_ranks(on_rank)
 
 
-@pytest.mark.parametrize("placement", [Shard(1), Replicate()])
-def test_a_layout_of_experts_rows_is_sharded_by_columns(placement: Any) -> None:
-    rows, inverse = new(6, 8, grad=False), torch.arange(6, dtype=torch.int32)
-    index = torch.tensor([3, -1, 5, -1, -1, -1], dtype=torch.int32)
-    gathered = torch.ops.fusedops.moe_relayout.default
-
-    def on_rank(mesh: DeviceMesh, rank: int) -> None:
-        maps = [placed_as(each, mesh, Replicate()) for each in (index, inverse)]
-        moved = gathered(placed_as(rows, mesh, placement), *maps)
-        assert moved.placements == (placement,)
-        assert torch.equal(moved.full_tensor(), gathered(rows, index, inverse))
-
-    on_ranks(on_rank)
-
-
 def assert_partial(name: str, placed: Sample, alone: Sample) -> None:
     """Compare a call whose results are parts of a sum, as tensor parallel experts give them."""
     op = all_specs()[name].op

@@ -155,14 +155,3 @@ def test_a_size_of_zero_is_what_the_reference_makes_of_it(name: str, backend: st
                 torch.testing.assert_close(actual, expected, equal_nan=True)
             taken += 1
     assert taken, "every call with a size of 0 was refused"
-
-
-@pytest.mark.parametrize("backend", [*NATIVE, "torch", TRITON])
-def test_attention_of_no_heads_is_what_torch_makes_of_it(backend: str) -> None:
-    leaves = [torch.zeros(2, 0, 5, 8, requires_grad=True) for _ in range(3)]
-    with fusedops.use_backend(backend):
-        output = fusedops.attention(*leaves)
-        grads = torch.autograd.grad(output.sum(), leaves)
-    want = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    assert output.shape == want.shape == (2, 0, 5, 8)
-    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]

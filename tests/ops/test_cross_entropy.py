@@ -1,4 +1,4 @@
-"""What is special about the losses: torch's edge cases, ignored rows, masked classes, chunks."""
+"""What is special about losses: torch's edge cases, ignored rows, masked classes, chunks."""
 
 from __future__ import annotations
 
