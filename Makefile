@@ -98,8 +98,8 @@ test-all: setup
 # by C++ (csrc/cpu/gemm/tile_registers.h), and the instructions themselves, each of which is trapped
 # (tools/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the emulation
 # and of the trap themselves.
-PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,products blocked_products gradient_buffers \
-              grouped_mm moe_mlp linear_cross_entropy attention attention_gradients))
+PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,products weight_gradients moe_rows cross_entropy \
+              attention))
 test-tiles: setup
 	$(PYTEST) tests/core/test_tile_registers.py tests/core/test_trapped_tiles.py
 	for python in "FUSEDOPS_MAX_ISA=amx_emulated $(BIN)/python" \

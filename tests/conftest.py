@@ -40,7 +40,6 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 def pytest_configure(config: pytest.Config) -> None:
     if env.triton_interpreted():
-        import triton_interpreter_bf16  # noqa: F401
         import triton_interpreter_strict  # noqa: F401
 
 

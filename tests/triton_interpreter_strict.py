@@ -1,8 +1,8 @@
 """Makes Triton's interpreter (3.6 to 3.9) as unkind as a GPU may be, for tests.
 
 The interpreter runs the programs of a grid in the order of their numbers, in memory that is often
-zero, and reads whatever lies beside a tensor. With this module, imported before kernels run and
-after ``triton_interpreter_bf16``, a kernel raises ``Hazard`` (inside an ``InterpreterError``) that
+zero, and reads whatever lies beside a tensor. With this module, imported before kernels run, a
+kernel raises ``Hazard`` (inside an ``InterpreterError``) that
 
 * uses an address outside the tensor that its pointer was made from, or not aligned to its element;
 * reads or writes, in one program, what another program of the launch writes, unless both write the
@@ -13,6 +13,7 @@ after ``triton_interpreter_bf16``, a kernel raises ``Hazard`` (inside an ``Inter
 What else depends on luck shows in values: programs run in an order drawn anew for every launch;
 what torch leaves uninitialised, and what a masked load without ``other`` leaves out, is NaN or the
 largest integer. ``tl.dot`` wants the depth of 16 of matrix instructions. Atomics count as writes.
+What the interpreter makes of bfloat16 and of masks is mended too.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Hazard(AssertionError):
 
 @dataclass(frozen=True)
 class Region:
-    """The bytes between a tensor's first and last element; ``storage`` tells what may overlap."""
+    """The bytes between a tensor's first and last element."""
 
     name: str
     low: int
     high: int
-    storage: int
+    storage: int  # of which regions may overlap
 
     def __str__(self) -> str:
         return f"{self.name} ({self.high - self.low} bytes)"
@@ -52,20 +53,16 @@ class Region:
 
 @dataclass(frozen=True)
 class Access:
-    """What one program read or wrote at once: addresses of elements of ``size`` bytes.
+    """What one program read or wrote at once: addresses of elements of ``size`` bytes."""
 
-    ``number`` counts the accesses of a launch, ``epoch`` the barriers that the program has passed,
-    ``bits`` are the values written.
-    """
-
-    number: int
+    number: int  # of the accesses of a launch
     program: int
-    epoch: int
+    epoch: int  # how many barriers the program has passed
     line: str
     region: Region
     size: int
     addresses: np.ndarray
-    bits: Any  # an array, or None
+    bits: Any  # an array of the values written, or None
 
     def __str__(self) -> str:
         return f"{self.line} (program {self.program}, {self.region.name})"
@@ -73,13 +70,10 @@ class Access:
 
 @dataclass
 class Launch:
-    """One run of a grid: which program runs, in which order, and what they did.
-
-    ``names`` are those of the arguments that are not yet converted.
-    """
+    """One run of a grid: which program runs, in which order, and what they did."""
 
     kernel: str
-    names: Iterator[str]
+    names: Iterator[str]  # of the arguments that are not yet converted
     regions: list[Region] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     program: int = 0
@@ -171,8 +165,8 @@ def _numpy_dtype(original: Any, dtype: Any) -> Any:
 
 @_around(interpreter, "_patch_lang")
 def _patch_once(original: Any, function: Any) -> Any:
-    # The interpreter patches Triton's modules at each call of a device function, which takes longer
-    # than most of these functions. What a launch has patched stays so until the launch ends.
+    # At each call of a device function the interpreter patches Triton's modules again. Here what a
+    # launch has patched stays so until the launch ends.
     if id(function.__globals__) in _patched_for:
         return interpreter._LangPatchScope()
     _patched_for.add(id(function.__globals__))
@@ -248,12 +242,54 @@ def _rmw(original: Any, self: Any, op: Any, *args: Any) -> Any:
     return original(self, op, *args)
 
 
+# The interpreter keeps bfloat16 as raw uint16: its ``dot`` multiplies those integers, and its cast
+# from float32 truncates where hardware rounds to nearest even.
+def _as_float32(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Return the bfloat16 bit patterns of float32 values, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+@_around(InterpreterBuilder, "create_dot")
+def _dot(original: Any, self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> Any:
+    return original(self, _as_float32(a), _as_float32(b), *rest)
+
+
+@_around(InterpreterBuilder, "cast_impl")
+def _cast(original: Any, self: Any, source: TensorHandle, target: Any) -> Any:
+    to_bf16 = target.scalar == tl.bfloat16
+    if source.dtype.scalar == tl.bfloat16 and not to_bf16:
+        source = _as_float32(source)
+        return source if target.scalar == tl.float32 else original(self, source, target)
+    if source.dtype.scalar == tl.float32 and to_bf16:
+        return TensorHandle(_narrow(source.data), tl.bfloat16)
+    return original(self, source, target)
+
+
+for _name in ("create_fp_ext", "create_fp_trunc", "create_fp_to_si", "create_fp_to_ui"):
+    setattr(InterpreterBuilder, _name, lambda self, *args: self.cast_impl(*args))
+
+
+@_around(InterpreterBuilder, "create_splat")
+def _splat(original: Any, self: Any, shape: Any, source: TensorHandle) -> Any:
+    # A comparison of two integers is an integer to the interpreter; the loads of 3.9 want a mask.
+    if source.data.dtype == np.bool_:
+        source = TensorHandle(source.data, tl.int1)
+    return original(self, shape, source)
+
+
 def _keep_region(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    for arg in args:
-        if hasattr(arg, "region"):
-            result.region = arg.region
-            break
+    regions = [arg.region for arg in args if hasattr(arg, "region")]
+    if regions:
+        result.region = regions[0]
     return result
 
 

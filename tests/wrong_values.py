@@ -186,7 +186,7 @@ def complaint(
         meant: passes what the value means.
     """
     where = f"{argument}={value.label}"
-    before = fusedops.counters(), torch.get_rng_state()
+    before = torch.get_rng_state()
     try:
         result = call()
     except REFUSALS as error:
@@ -196,13 +196,8 @@ def complaint(
         names = (name,) if isinstance(name, str) else name
         if not text.startswith(tuple(f"{each}: " for each in names)) or argument not in text:
             return f"{where}: the message names not both: {text[:200]}"
-        ran = fusedops.counters().items() - before[0].items()
-        # Of these the compiled kernel is called, and refuses.
-        refuses_itself = {op for (op, _), _ in ran} <= {"layer_norm", "cross_entropy"}
-        drawn = not torch.equal(torch.get_rng_state(), before[1])
-        if drawn or (ran and not refuses_itself):
-            return f"{where}: something ran before the refusal"
-        return None
+        drawn = not torch.equal(torch.get_rng_state(), before)
+        return f"{where}: numbers were drawn before the refusal" if drawn else None
     except Exception as error:
         return f"{where}: {type(error).__name__}: {str(error)[:200]}"
     if value.means is WRONG:
@@ -233,7 +228,7 @@ def complaints_about(
         takes_any_number: arguments that may be NaN and infinite.
         nested: whether nested tensors are wrong.
     """
-    found = []
+    found: list[str | None] = []
     for parameter, bound in arguments_of(function, args, kwargs):
         name, annotation = parameter.name, str(parameter.annotation)
         if parameter.kind is parameter.VAR_POSITIONAL or argument not in (None, name):
@@ -243,18 +238,22 @@ def complaints_about(
         values = values_for(annotation, bound.arguments[name], like)
         if "float" in annotation and name not in takes_any_number:
             values += [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
-        for value in values:
-            if value.label.startswith("nested") and not nested:
-                continue
 
-            def call(given: Any, name: str = name, bound: Any = bound) -> Any:
-                bound.arguments[name] = given
-                result = function(*bound.args, **bound.kwargs)
-                # A module's parameters are drawn at random: its constructor is right or refuses.
-                return None if isinstance(result, torch.nn.Module) else result
+        def call(given: Any, name: str = name, bound: Any = bound) -> Any:
+            bound.arguments[name] = given
+            result = function(*bound.args, **bound.kwargs)
+            # A module's parameters are drawn at random: its constructor is right or refuses.
+            return None if isinstance(result, torch.nn.Module) else result
 
-            passes = functools.partial(call, value.value)
-            found.append(
-                complaint(passes, names, name, value, functools.partial(call, value.means))
-            )
+        def attempt(value: Value, name: str = name, call: Any = call) -> str | None:
+            passes, meant = (functools.partial(call, v) for v in (value.value, value.means))
+            return complaint(passes, names, name, value, meant)
+
+        tried = [value for value in values if nested or not value.label.startswith("nested")]
+        fusedops.reset_counters()
+        found += [attempt(value) for value in tried if value.means is WRONG]
+        # Of these the compiled kernel is called, and refuses.
+        ran = {op for op, _ in fusedops.counters()} - {"layer_norm", "cross_entropy"}
+        found.append(f"{name}: {sorted(ran)} ran before a refusal" if ran else None)
+        found += [attempt(value) for value in tried if value.means is not WRONG]
     return [each for each in found if each is not None]

@@ -1,6 +1,6 @@
 """Runs Python with the tile instructions of AMX executed in software, on a processor without them.
 
-    python tools/trapped_tiles.py -m pytest -q -p no:faulthandler tests/ops/test_blocked_products.py
+    python tools/trapped_tiles.py -m pytest -q -p no:faulthandler tests/ops/test_products.py
 
 Builds ``tools/tile_trap.cpp`` in build/tile_trap and replaces itself by Python with that library
 loaded first and ``FUSEDOPS_MAX_ISA=amx_trapped``: the kernels then run the instructions that were

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from . import engine
-from .functions import Arguments, Functions
-from .operators import Operators
+from .calls import Arguments, Functions, Operators
 
 FUZZERS = {each.name: each for each in (Operators, Functions, Arguments)}
 
@@ -22,24 +21,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("fuzzer", choices=FUZZERS)
     parser.add_argument("--calls", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=None, help="default: of the clock")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: of the clock")
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", help="part of an op's name")
-    parser.add_argument(
-        "--data-only", action="store_true", help="operators: change values, no shapes and dtypes"
-    )
-    asked = parser.parse_args()
-    given = {"data_only": True} if asked.data_only else {}
-    fuzzer = FUZZERS[asked.fuzzer](asked.only, **given)
-    report = engine.run(
-        fuzzer,
-        seed=int(time.time()) if asked.seed is None else asked.seed,
-        calls=asked.calls,
-        folder=Path("out/fuzz"),
-        processes=asked.processes,
-        first=asked.first,
-    )
+    given = vars(parser.parse_args())
+    fuzzer = FUZZERS[given.pop("fuzzer")](given.pop("only"))
+    report = engine.run(fuzzer, folder=Path("out/fuzz"), **given)
     for finding in report.findings[:3]:
         print(f"--- {finding}")
     print(report)

@@ -25,11 +25,7 @@ from typing import Protocol
 
 import torch
 
-# Kinds of outcome of a call that is no finding; an exception of another type is counted as "other".
-OUTCOMES = (
-    *("returned", "skipped", "ValueError", "TypeError", "IndexError", "RuntimeError"),
-    *("UnsupportedError", "NotImplementedError", "OutOfMemoryError", "other"),
-)
+OUTCOMES = ("returned", "refused", "skipped")  # of a call that is no finding
 # No call needs more: an allocation beyond it is refused as on a full machine. The sanitizers' own
 # shadow memory is larger, and they have a limit of their own (tools/sanitized.py).
 MOST_MEMORY = 12 << 30
@@ -49,11 +45,7 @@ class Fuzzer(Protocol):
     batch: int  # calls of a child
 
     def run(self, rng: random.Random) -> str:
-        """Make a call and run it; return one of ``OUTCOMES``.
-
-        Raises:
-            WrongResultError: the result is wrong.
-        """
+        """Make a call and run it; return one of ``OUTCOMES``, or raise ``WrongResultError``."""
 
     def describe(self, rng: random.Random) -> str:
         """Return the op of the call that ``run`` makes of ``rng``, and its arguments."""
@@ -141,8 +133,7 @@ class _Child:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for index in range(self.first, self.last):
             self._set(0, index)
-            outcome = fuzzer.run(rng_of(seed, index))
-            place = 1 + OUTCOMES.index(outcome if outcome in OUTCOMES else "other")
+            place = 1 + OUTCOMES.index(fuzzer.run(rng_of(seed, index)))
             self._set(place, self._numbers()[place] + 1)
 
     def poll(self, patience: float) -> str | None:
@@ -197,16 +188,9 @@ def run(
 ) -> Report:
     """Run calls ``[first, first + calls)`` of a seed and return what they did.
 
-    Args:
-        fuzzer: makes the calls.
-        seed: of all calls.
-        calls: how many.
-        folder: where children write.
-        processes: how many children at a time.
-        first: number of the first call.
-        seconds: no batch begins after this time.
-        patience: a call that takes longer hangs (seconds of the processor).
-        most_findings: no batch begins after so many.
+    Children, of which so many ``processes`` run at a time, write to ``folder``. No batch begins
+    after so many seconds or findings. A call that takes ``patience`` seconds of the processor
+    hangs.
     """
     torch.set_num_threads(1)  # a forked child has only the thread that forked
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,16 +22,15 @@ NUMBERS = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 1e300, float("nan"), float("i
 STRINGS = ("", "none", "mean", "gelu", "tanh", "torch", "softmax", "x" * 300, "\0")
 
 
-def tensor(rng: random.Random, given: torch.Tensor, *, data_only: bool = False) -> Any:
-    """Return something else in place of a tensor; only its values differ if asked."""
-    changes = (_values,) if data_only else _TENSOR_CHANGES
-    return rng.choice(changes)(rng, given) if is_plain(given) else given
+def tensor(rng: random.Random, given: torch.Tensor) -> Any:
+    """Return something else in place of a tensor."""
+    return rng.choice(_TENSOR_CHANGES)(rng, given) if is_plain(given) else given
 
 
-def tensors(rng: random.Random, given: list[Any], *, data_only: bool = False) -> list[Any]:
+def tensors(rng: random.Random, given: list[Any]) -> list[Any]:
     """Return another list in place of one of tensors: an element changed, dropped or repeated."""
     changed = list(given)
-    kind = 0 if data_only else rng.randrange(10)
+    kind = rng.randrange(10)
     if not changed or kind == 9:
         return [] if changed else [torch.ones(3)]
     place, source = rng.randrange(len(changed)), rng.randrange(len(changed))
@@ -44,7 +43,7 @@ def tensors(rng: random.Random, given: list[Any], *, data_only: bool = False) ->
     elif kind == 5:
         changed[place] = changed[source]
     elif isinstance(changed[place], torch.Tensor):
-        changed[place] = tensor(rng, changed[place], data_only=data_only)
+        changed[place] = tensor(rng, changed[place])
     return changed
 
 
@@ -121,10 +120,19 @@ def _expanded(rng: random.Random, given: torch.Tensor) -> Any:
     return given.narrow(dim, 0, 1).expand(given.shape)
 
 
-def _strided(rng: random.Random, given: torch.Tensor) -> Any:
-    wide = given.new_zeros((*given.shape, 3))
+def strided(rng: random.Random, given: torch.Tensor) -> torch.Tensor:
+    """Return the values with others between them in memory."""
+    wide = given.new_full((*given.shape, 3), -1)
     wide[..., 1] = given
     return wide[..., 1]
+
+
+def in_another_order(rng: random.Random, given: torch.Tensor) -> torch.Tensor:
+    """Return the values with the dims in another order in memory."""
+    order = list(range(given.dim()))
+    rng.shuffle(order)
+    back = [order.index(dim) for dim in range(given.dim())]
+    return given.permute(order).contiguous().permute(back)
 
 
 def _values(rng: random.Random, given: torch.Tensor) -> Any:
@@ -161,7 +169,7 @@ _TENSOR_CHANGES = (
     *(_values,) * 4,
     *(lambda rng, given: None,) * 2,
     _expanded,
-    _strided,
+    strided,
     lambda rng, given: given.to("meta"),
     lambda rng, given: given.new_zeros(rng.choice(_EMPTY)),
 )
@@ -178,15 +186,10 @@ def other(rng: random.Random, given: Any) -> Any:
     if isinstance(given, int):
         near = (given - 1, given + 1, 2 * given, given // 2)
         return rng.choice(near) if rng.random() < 0.4 else rng.choice(INTEGERS)
-    if isinstance(given, float):
-        return rng.choice(NUMBERS)
-    if isinstance(given, str):
-        return rng.choice(STRINGS)
-    if isinstance(given, torch.dtype):
-        return rng.choice(CODES)
     if isinstance(given, (list, tuple)):
         return _listed(rng, list(given))
-    return given
+    others = {float: NUMBERS, str: STRINGS, torch.dtype: CODES}
+    return rng.choice(others[type(given)]) if type(given) in others else given
 
 
 def _listed(rng: random.Random, given: list[Any]) -> list[Any]:

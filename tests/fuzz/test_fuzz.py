@@ -14,8 +14,7 @@ import torch
 from fusedops._core import extension
 
 from . import engine
-from .functions import Arguments, Functions
-from .operators import Operators
+from .calls import Arguments, Functions, Operators
 
 SECONDS = 5.0
 
@@ -54,7 +53,7 @@ class _Deadly:
                 pass
         if number == 12:
             raise engine.WrongResultError("it is 12")
-        return "returned" if number % 2 else "SomeError"
+        return "returned" if number % 2 else "refused"
 
     def describe(self, rng: random.Random) -> str:
         return f"deadly({self._number(rng)})"
@@ -74,4 +73,4 @@ def test_a_death_costs_one_call_and_is_known_by_its_number(tmp_path: Path) -> No
     }
     assert found[12].call == "deadly(12)" and "it is 12" in found[12].log
     assert found[12].again.endswith("--seed 7 --first 12 --calls 1")
-    assert report.counts == {"returned": 11, "other": 11} and report.calls == 25
+    assert report.counts == {"returned": 11, "refused": 11} and report.calls == 25

@@ -7,28 +7,27 @@ one that is not full. Sizes are divided by 16, as in practice. ``tests/ops/test_
 launches all of them on a fake GPU and names each configuration that none of them reaches: where a
 kernel has got another tile, the sizes here follow it.
 
-    for hot in samples("attention", torch.bfloat16, torch.device("cuda")):
-        result = hot.run()
+    for call in calls("attention", torch.bfloat16):
+        result = made(call, New(torch.device("cuda"), torch.bfloat16)).run()
 
-Importing a kernel file needs Triton, and nothing here launches anything before ``run``.
+Nothing here launches anything, or needs Triton, before ``run``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fusedops.specs import all_specs
+from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
-from fusedops.specs.spec import Sample, Spec
 from hot_samples import attention, elementwise, experts, lists, products, rows
 from hot_samples.call import HotCall, New
 
-__all__ = ["HotCall", "HotSample", "calls", "made", "ops", "samples"]
+__all__ = ["HotCall", "HotSample", "New", "calls", "made", "ops"]
 
 # Kernel file -> the calls that launch its configurations.
 _CALLS: dict[str, list[HotCall]] = {
@@ -43,30 +42,20 @@ _CALLS: dict[str, list[HotCall]] = {
 
 @dataclass(frozen=True)
 class HotSample:
-    """One call of an op that launches configurations of the static report.
+    """A ``HotCall`` with its arguments, on the device and in the dtype asked for."""
 
-    Attributes:
-        op: the public op, or the operator over lists of tensors, that is called.
-        sample: its arguments, on the device and in the dtype asked for.
-        buffers: keyword argument that a gradient is added to (``grad_weight_into``) -> position of
-            the argument that it is the gradient of.
-    """
-
-    op: str
+    op: str  # the public op, or the operator over lists of tensors, that is called
     sample: Sample
     buffers: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What tells the sample from others of its op."""
-        return self.sample.name
 
     @property
     def spec(self) -> Spec | None:
         """The op's spec; an operator over lists of tensors has none of this kind."""
         return all_specs().get(self.op)
 
-    def run(self) -> ComparisonResult:
+    def run(
+        self, incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]] = incoming
+    ) -> ComparisonResult:
         """Call the op and differentiate it; the sample's tensors are used as they lie in memory.
 
         What was added to a buffer takes the place of the gradient that it is. An operator over
@@ -77,7 +66,7 @@ class HotSample:
             found = getattr(torch.ops.fusedops, self.op)(*self.sample.args)
             return ComparisonResult([] if found is None else [found], [])
         if not self.buffers:
-            return run_sample(spec.op, self.sample)
+            return run_sample(spec.op, self.sample, incoming)
         output = spec.op(*self.sample.args, **self.sample.kwargs)
         leaves = self.sample.leaves
         (given,) = incoming((output,))
@@ -101,30 +90,18 @@ def ops() -> list[str]:
 
 
 def calls(op: str, dtype: torch.dtype = torch.bfloat16) -> list[HotCall]:
-    """Return the calls that launch a kernel file's configurations, not yet made.
+    """Return the calls that launch the configurations of a file in ``fusedops/kernels``.
 
-    Args:
-        op: name of the file in ``fusedops/kernels``, one of ``ops()``.
-        dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
-            for those that the report has of float32.
+    Those of bfloat16 are also those of float16; the report has others of float32.
     """
-    if op not in _CALLS:
-        raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
     return [call for call in _CALLS[op] if call.float32 == (dtype == torch.float32)]
 
 
-def made(call: HotCall, dtype: torch.dtype, device: torch.device) -> HotSample:
-    """Return the sample of a call, with random tensors of a dtype on a device."""
-    args: Any = call.make(New(device, dtype))
+def made(call: HotCall, new: New) -> HotSample:
+    """Return the sample of a call, with tensors that ``new`` makes."""
+    args: Any = call.make(new)
     kwargs: dict[str, Any] = {}
     if isinstance(args[-1], dict):
         args, kwargs = args
     sample = Sample(call.name, tuple(args), kwargs, call.random)
     return HotSample(call.op, sample, call.buffers)
-
-
-def samples(
-    op: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None
-) -> list[HotSample]:
-    """Return the samples of all ``calls``, on the CPU by default; arguments are theirs."""
-    return [made(call, dtype, device or torch.device("cpu")) for call in calls(op, dtype)]

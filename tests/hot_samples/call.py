@@ -24,24 +24,16 @@ class New:
 
 @dataclasses.dataclass(frozen=True)
 class HotCall:
-    """A call that launches configurations of the static report.
+    """A call that launches configurations of the static report."""
 
-    Attributes:
-        op: the op that is called: that of the kernel file, or one that shares its kernels.
-        name: what tells it from others.
-        make: returns its positional arguments, or a pair of these and a dict of keyword arguments.
-        random: whether it draws numbers (dropout).
-        buffers: keyword argument that a gradient is added to -> position of the argument that it
-            is the gradient of.
-        float32: whether the report has its configuration in float32; else in half precision.
-    """
-
-    op: str
+    op: str  # that of the kernel file, or one that shares its kernels
     name: str
+    # Returns the positional arguments, or a pair of these and a dict of keyword arguments
     make: Callable[[New], Any]
-    random: bool = False
+    random: bool = False  # whether it draws numbers (dropout)
+    # Keyword argument that a gradient is added to -> position of what it is the gradient of
     buffers: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    float32: bool = False
+    float32: bool = False  # whether the report has its configuration in float32; else in half
 
 
 def in_float32(*calls: HotCall) -> list[HotCall]:

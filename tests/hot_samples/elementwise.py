@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusedops._core.activation import GELU_VARIANTS
@@ -17,20 +19,18 @@ def _gelu(form: str) -> HotCall:
     return HotCall("gelu", f"{_LONG} {form}", lambda new: (new(16, _LONG // 16), form))
 
 
-def _bias_gelu(form: str) -> HotCall:
-    def make(new: New) -> tuple[object, ...]:
-        return new(_ROWS, _COLUMNS), new(_COLUMNS, key="bias"), form
+def _with_bias(op: str, *options: Any) -> HotCall:
+    def make(new: New) -> tuple[Any, ...]:
+        data = new(_ROWS, _COLUMNS), new(_COLUMNS, key="bias")
+        residual = (new(_ROWS, _COLUMNS, key="residual"),) if op == "bias_dropout_add" else ()
+        return *data, *residual, *options
 
-    return HotCall("bias_gelu", f"{_ROWS}x{_COLUMNS} {form}", make)
-
-
-def _dropout(new: New) -> tuple[object, ...]:
-    shape = (_ROWS, _COLUMNS)
-    return new(*shape), new(_COLUMNS, key="bias"), new(*shape, key="residual"), 0.1
+    name = " ".join([f"{_ROWS}x{_COLUMNS}", *map(str, options)])
+    return HotCall(op, name, make, random=op == "bias_dropout_add")
 
 
 def _glu(op: str, *form: str) -> HotCall:
-    def make(new: New) -> object:
+    def make(new: New) -> Any:
         # Halves of one projection: rows that are apart.
         halves = new(48, 2 * _LONG).detach().chunk(2, dim=1)
         options = {"approximate": form[0]} if form else {}
@@ -40,7 +40,7 @@ def _glu(op: str, *form: str) -> HotCall:
 
 
 def _rotary(heads: int, head_dim: int, rotary_dim: int, interleaved: bool) -> HotCall:
-    def make(new: New) -> object:
+    def make(new: New) -> Any:
         def rows(count: int, key: str) -> torch.Tensor:
             made = new(2, 48, count, head_dim, key=key).detach()
             return made.transpose(1, 2).requires_grad_()
@@ -58,8 +58,8 @@ def _rotary(heads: int, head_dim: int, rotary_dim: int, interleaved: bool) -> Ho
 
 CALLS: dict[str, list[HotCall]] = {
     "gelu": [_gelu(form) for form in GELU_VARIANTS],
-    "bias_gelu": [_bias_gelu(form) for form in GELU_VARIANTS],
-    "bias_dropout_add": [HotCall("bias_dropout_add", f"{_ROWS}x{_COLUMNS}", _dropout, random=True)],
+    "bias_gelu": [_with_bias("bias_gelu", form) for form in GELU_VARIANTS],
+    "bias_dropout_add": [_with_bias("bias_dropout_add", 0.1)],
     "geglu": [_glu("geglu", form) for form in GELU_VARIANTS],
     "swiglu": [_glu("swiglu")],
     "rotary_embedding": [

@@ -63,10 +63,7 @@ def _route(experts: int, top_k: int, *, tokens: int = _TOKENS, **options: Any) -
 def _distinct_of_many(
     tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return logits without ties in bfloat16: none in a row, and none at all of up to 4096.
-
-    The values are those of bfloat16 from 8 downwards, 128 to a power of two, with both signs.
-    """
+    """Return logits of bfloat16's values: no two in a row are the same, or none of up to 4096."""
     count = tokens * experts
     alone = count <= 4096
     patterns = 130 * 128 - 1 - torch.arange((count if alone else experts) // 2)
@@ -145,17 +142,13 @@ def _unpack(new: New) -> Any:
 _SIGMOID = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "group_score": "top2_sum"}
 CALLS: dict[str, list[HotCall]] = {
     "moe_mlp": [
-        *(
-            _mlp(rows, "along", recompute=recompute)
-            for rows in (16, 64)
-            for recompute in (False, True)
-        ),
+        *(_mlp(rows, "along", recompute=again) for rows in (16, 64) for again in (False, True)),
         *(_mlp(rows, "across", gate="pairs") for rows in (16, 64, 72)),
         *(_mlp(72, how, size=528) for how in ("apart", "along", "across", "apart across")),
         *(
-            _mlp(72, how, recompute=recompute)
+            _mlp(72, how, recompute=again)
             for how in ("apart", "along", "across")
-            for recompute in (False, True)
+            for again in (False, True)
         ),
         *(_mlp(72, how, gate="pairs") for how in ("along", "apart across")),
         *in_float32(

@@ -14,26 +14,18 @@ _BLOCKS = (1024, 4096, 8192, 16384)  # columns that one block holds
 _WALKED = 5 * 4096 + 16  # columns of a row that is walked in blocks
 
 
-def _norm(op: str, cols: int) -> HotCall:
+def _norm(op: str, cols: int, *, drops: bool = False) -> HotCall:
     def make(new: New) -> Any:
-        args = (new(_ROWS, cols), (cols,), new(cols, shift=1.0, scale=0.1, key="weight"))
-        if op == "layer_norm":
-            return (*args, new(cols, scale=0.1, key="bias")), {}
-        return args, {"rounding": "hf"}
-
-    return HotCall(op, f"{_ROWS}x{cols}", make)
-
-
-def _add_norm(op: str, cols: int, drops: bool) -> HotCall:
-    def make(new: New) -> Any:
-        args = (new(_ROWS, cols), new(_ROWS, cols, key="residual"), (cols,))
+        data = [new(_ROWS, cols)]
+        if op.startswith("add"):
+            data.append(new(_ROWS, cols, key="residual"))
+        args = [*data, (cols,), new(cols, shift=1.0, scale=0.1, key="weight")]
         options: dict[str, Any] = {"dropout_p": 0.1} if drops else {}
-        weight = new(cols, shift=1.0, scale=0.1, key="weight")
-        if op == "add_layer_norm":
-            return (*args, weight, new(cols, scale=0.1, key="bias")), options
-        return (*args, weight), options | {"rounding": "hf"}
+        if op.endswith("layer_norm"):
+            return (*args, new(cols, scale=0.1, key="bias")), options
+        return args, options | {"rounding": "hf"}
 
-    return HotCall(op, f"{_ROWS}x{cols}{', dropout' if drops else ''}", make, random=drops)
+    return HotCall(op, f"{_ROWS}x{cols}{', dropout' * drops}", make, random=drops)
 
 
 def _softmax(cols: int, kind: str, *, causal: bool = False, learns: bool = False) -> HotCall:
@@ -77,7 +69,7 @@ def _loss(
 CALLS: dict[str, list[HotCall]] = {
     **{op: [_norm(op, cols) for cols in (*_BLOCKS, _WALKED)] for op in ("layer_norm", "rms_norm")},
     **{
-        op: [_add_norm(op, cols, drops) for drops in (False, True) for cols in _BLOCKS]
+        op: [_norm(op, cols, drops=drops) for drops in (False, True) for cols in _BLOCKS]
         for op in ("add_layer_norm", "add_rms_norm")
     },
     "scaled_masked_softmax": [

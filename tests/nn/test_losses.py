@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import assert_close
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fusedops
+from fusedops.testing import threads
 
 WORLD, DEPTH = 2, 37 * 8
 FUSED = {"cross_entropy"}
@@ -34,10 +36,7 @@ def test_class_indices_run_the_fused_op(shape: tuple[int, ...], reduction: str) 
     torch.testing.assert_close(ours, nn.CrossEntropyLoss(**options)(logits, target))
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["weight", "probabilities", "three_dims"],
-)
+@pytest.mark.parametrize("case", ["weight", "probabilities", "three_dims"])
 def test_what_the_op_does_not_offer_is_torchs_result(case: str) -> None:
     shape = (4, 7, 3) if case == "three_dims" else (4, 7)
     logits, target = torch.randn(shape), torch.randint(0, 7, (shape[0], *shape[2:]))
@@ -113,39 +112,33 @@ class Model(nn.Module):
         return self.head(torch.tanh(self.layer(self.embedding(ids))), target)
 
 
-def _sharded_equals_single(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
+@pytest.mark.distributed
+def test_the_heads_loss_under_fully_shard_equals_one_process() -> None:
     torch.manual_seed(0)
     single = Model()
-    model = copy.deepcopy(single)
+    exact = copy.deepcopy(single).double()
     ids, target = torch.randint(0, 37, (WORLD, 6)), torch.randint(0, 37, (WORLD, 6))
     target[:, 2] = -100  # as many on each rank: the mean of the means is the mean
-    mesh = init_device_mesh("cpu", (WORLD,))
-    fully_shard(model.head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model.head, "logits")
-    exact = copy.deepcopy(single).double()
+    hidden = torch.randn(3, 8)
     for each in (single, exact):
         each(ids, target).backward()
-    for _ in range(2):  # the second pass finds the weight resharded
-        model.zero_grad()
-        loss = model(ids[rank], target[rank])
-        loss.backward()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    assert_close(mean / WORLD, exact(ids, target), single(ids, target), depth=DEPTH)
-    for name, parameter in model.named_parameters():
-        stock, truth = single.get_parameter(name), exact.get_parameter(name)
-        assert_close(parameter.grad.full_tensor(), truth.grad, stock.grad, name, DEPTH)
-    hidden = torch.randn(3, 8)
-    logits = (each.head.logits(x) for each, x in ((exact, hidden.double()), (single, hidden)))
-    assert_close(model.head.logits(hidden), *logits, depth=DEPTH)
 
+    def on_rank(rank: int) -> None:
+        model, mesh = copy.deepcopy(single), init_device_mesh("cpu", (WORLD,))
+        fully_shard(model.head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model.head, "logits")
+        for _ in range(2):  # the second pass finds the weight resharded
+            model.zero_grad()
+            loss = model(ids[rank], target[rank])
+            loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert_close(mean / WORLD, exact(ids, target), single(ids, target), depth=DEPTH)
+        for name, parameter in model.named_parameters():
+            stock, truth = single.get_parameter(name), exact.get_parameter(name)
+            assert_close(parameter.grad.full_tensor(), truth.grad, stock.grad, name, DEPTH)
+        logits = exact.head.logits(hidden.double()), single.head.logits(hidden)
+        assert_close(model.head.logits(hidden), *logits, depth=DEPTH)
 
-@pytest.mark.distributed
-def test_the_heads_loss_under_fully_shard_equals_one_process(
-    on_new_world: Callable[..., Any],
-) -> None:
-    on_new_world(_sharded_equals_single)
+    threads.run(on_rank, WORLD)

@@ -1,19 +1,26 @@
-"""The modules: torch's constructor arguments, parameters and state_dict, and the op's result."""
+"""The modules: torch's arguments, parameters and results, and refusals of wrong values.
+
+Torch's own constructors word the errors of what ``MultiheadAttention`` and the transformer layers
+are made of; nested tensors are theirs as well.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close
+from comparing import assert_all_close, assert_close
 from torch import nn
+from wrong_values import complaints_about
 
 import fusedops
 from fusedops._core.activation import ACTIVATIONS
 
 INPUT = torch.linspace(-2, 2, 5 * 32).view(5, 32)
+Make = Callable[[], nn.Module]
 
 
 class Function(nn.Module):
@@ -27,51 +34,140 @@ class Function(nn.Module):
         return self.function(x)
 
 
-def assert_as_stock(module: nn.Module, stock: nn.Module) -> None:
-    eager = stock(INPUT)
-    assert_close(module(INPUT), stock.double()(INPUT.double()), eager, depth=INPUT.shape[-1])
-
-
-def seeded(make: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
+def seeded(make: Callable[..., nn.Module], *args: Any, **options: Any) -> nn.Module:
     torch.manual_seed(3)
-    return make(*args, **kwargs)
+    return make(*args, **options)
+
+
+def llama_mlp(bias: bool, activation: str) -> nn.Module:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        hidden_size=32, intermediate_size=88, mlp_bias=bias, hidden_act=activation
+    )
+    return llama.LlamaMLP(config)
+
+
+# Label -> module, what it is compared with, words of its repr.
+STOCK: dict[str, tuple[Make, Make, str]] = {
+    "LayerNorm": (
+        lambda: fusedops.nn.LayerNorm(32, eps=0.1),
+        lambda: nn.LayerNorm(32, eps=0.1),
+        "eps=0.1",
+    ),
+    "RMSNorm": (
+        lambda: fusedops.nn.RMSNorm(32, eps=0.1, rounding="hf"),
+        lambda: nn.RMSNorm(32, eps=0.1),
+        "weight_offset=0.0, rounding='hf'",
+    ),
+    **{
+        f"LinearAct {name}": (
+            lambda name=name: fusedops.nn.LinearAct(32, 8, activation=name),
+            lambda function=function: nn.Sequential(nn.Linear(32, 8), Function(function)),
+            f"activation={name!r}",
+        )
+        for name, function in ACTIVATIONS.items()
+    },
+    **{
+        f"MLP {keeps or 'plain'} {bias}": (
+            lambda bias=bias, keeps=keeps: fusedops.nn.MLP(
+                32, 48, 8, bias, activation="gelu", **({keeps: True} if keeps else {})
+            ),
+            lambda bias=bias: nn.Sequential(
+                nn.Linear(32, 48, bias), nn.GELU(), nn.Linear(48, 8, bias)
+            ),
+            f"{keeps}=True" if keeps else "",
+        )
+        for keeps in ("", "recompute", "keep_hidden")
+        for bias in (False, True)
+    },
+    **{
+        f"GatedMLP {ours} {bias}": (
+            lambda ours=ours, bias=bias: fusedops.nn.GatedMLP(32, 88, activation=ours, bias=bias),
+            lambda theirs=theirs, bias=bias: llama_mlp(bias, theirs),
+            "intermediate_size=88",
+        )
+        for ours, theirs in (("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"))
+        for bias in (False, True)
+    },
+}
+
+
+def results(module: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the output and the gradients of the input and the parameters."""
+    leaf = INPUT.to(dtype).requires_grad_()
+    output = module.to(dtype)(leaf)
+    leaves = [leaf, *module.parameters()]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("label", STOCK)
+def test_values_and_gradients_are_the_stock_modules(label: str, dtype: torch.dtype) -> None:
+    make, make_stock, words = STOCK[label]
+    module, stock = seeded(make), seeded(make_stock)
+    assert words in repr(module)
+    for ours, theirs in zip(module.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "initialised as the stock module is"
+        if label.endswith("Norm"):  # which begins with ones and zeros
+            theirs.data += torch.linspace(-1, 1, 32)
+            ours.data.copy_(theirs)
+    got, eager = results(module, dtype), results(stock, dtype)
+    assert all(grad.any() for grad in got)
+    assert_all_close(got, results(stock, torch.float64), eager, depth=5 * 88)
+
+
+def test_checkpoints_fit() -> None:
+    module, stock = fusedops.nn.GatedMLP(32, 88, bias=True), llama_mlp(True, "silu")
+    module.load_state_dict(stock.state_dict())
+    stock.load_state_dict(module.state_dict())
+    assert list(fusedops.nn.MLP(32, 48).state_dict()) == ["w1", "b1", "w2", "b2"]
+    assert list(fusedops.nn.MLP(32, 48, bias=False).state_dict()) == ["w1", "w2"]
+    assert fusedops.nn.MLP(32, 48).out_features == 32
 
 
 @pytest.mark.parametrize(
-    ("ours", "torchs", "size", "options"),
+    ("ours", "torchs", "size", "switch"),
     [
-        (ours, torchs, size, options)
-        for ours, torchs, size, switch in (
-            (fusedops.nn.LayerNorm, nn.LayerNorm, (32,), "bias"),
-            (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,), "bias"),
-            (fusedops.nn.RMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
-            (fusedops.nn.AddRMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
-            (fusedops.nn.LinearAct, nn.Linear, (32, 8), "bias"),
-        )
-        for options in ({switch: True}, {switch: False})
+        (fusedops.nn.LayerNorm, nn.LayerNorm, (32,), "bias"),
+        (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,), "bias"),
+        (fusedops.nn.RMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
+        (fusedops.nn.AddRMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
+        (fusedops.nn.LinearAct, nn.Linear, (32, 8), "bias"),
     ],
 )
+@pytest.mark.parametrize("on", [True, False])
 def test_arguments_and_parameters_are_torchs(
-    ours: type[nn.Module],
-    torchs: type[nn.Module],
-    size: tuple[int, ...],
-    options: dict[str, bool],
+    ours: type[nn.Module], torchs: type[nn.Module], size: tuple[int, ...], switch: str, on: bool
 ) -> None:
-    theirs = list(inspect.signature(torchs).parameters)
     positional = [
         name
         for name, parameter in inspect.signature(ours).parameters.items()
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
-    assert positional == theirs
-    module, stock = (seeded(make, *size, **options) for make in (ours, torchs))
+    assert positional == list(inspect.signature(torchs).parameters)
+    module, stock = (seeded(make, *size, **{switch: on}) for make in (ours, torchs))
     assert list(module.state_dict()) == list(stock.state_dict())
     for name, value in stock.state_dict().items():
         assert torch.equal(module.state_dict()[name], value)
     module.load_state_dict(stock.state_dict())
     stock.load_state_dict(module.state_dict())
-    half = ours(*size, **options, device="meta", dtype=torch.bfloat16)
-    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in half.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: fusedops.nn.AddLayerNorm(32, **options),
+        lambda **options: fusedops.nn.GatedMLP(32, 88, bias=True, **options),
+        lambda **options: fusedops.nn.LayerNorm(32, **options),
+        lambda **options: fusedops.nn.LinearAct(32, 8, **options),
+        lambda **options: fusedops.nn.MoE(32, 20, 6, 2, **options),
+        lambda **options: fusedops.nn.RMSNorm(32, **options),
+    ],
+)
+def test_device_and_dtype_reach_the_parameters(make: Callable[..., nn.Module]) -> None:
+    parameters = list(make(device="meta", dtype=torch.bfloat16).parameters())
+    assert parameters
+    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in parameters)
 
 
 def test_reset_parameters_draws_as_torch_does() -> None:
@@ -82,33 +178,14 @@ def test_reset_parameters_draws_as_torch_does() -> None:
     assert torch.equal(module.weight, stock.weight)
     assert torch.equal(module.bias, stock.bias)
     norm = fusedops.nn.AddLayerNorm(4)
-    with torch.no_grad():
-        norm.weight.fill_(2)
+    nn.init.constant_(norm.weight, 2)
     norm.reset_parameters()
     assert torch.equal(norm.weight, torch.ones(4))
 
 
-@pytest.mark.parametrize("rounding", ["torch", "hf"])
-def test_rms_norm(rounding: str) -> None:
-    module = fusedops.nn.RMSNorm(32, eps=0.1, weight_offset=1.0, rounding=rounding)
-    stock = nn.RMSNorm(32, eps=0.1)
-    assert torch.equal(module.weight, torch.zeros(32))
-    with torch.no_grad():
-        stock.weight.copy_(torch.linspace(0, 2, 32))
-        module.weight.copy_(stock.weight - 1)
-    assert isinstance(module, nn.RMSNorm)
-    assert_as_stock(module, stock)
-    assert f"weight_offset=1.0, rounding={rounding!r}" in repr(module)
-
-
-def test_layer_norm() -> None:
-    module, stock = fusedops.nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, eps=0.1)
-    with torch.no_grad():
-        for each in (module, stock):
-            each.weight.copy_(torch.linspace(0, 2, 32))
-            each.bias.copy_(torch.linspace(-1, 1, 32))
-    assert isinstance(module, nn.LayerNorm)
-    assert_as_stock(module, stock)
+def test_norms_are_torchs_classes() -> None:
+    assert isinstance(fusedops.nn.LayerNorm(4), nn.LayerNorm)
+    assert isinstance(fusedops.nn.RMSNorm(4), nn.RMSNorm)
 
 
 @pytest.mark.parametrize(
@@ -134,41 +211,6 @@ def test_an_added_norm_and_its_dropout(module: nn.Module, stock: nn.Module, word
     assert words in repr(module)
 
 
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_linear_act(activation: str) -> None:
-    module = seeded(fusedops.nn.LinearAct, 32, 8, activation=activation)
-    stock = seeded(nn.Linear, 32, 8)
-    function = ACTIVATIONS[activation]
-    assert_as_stock(module, nn.Sequential(stock, Function(function)))
-    assert f"activation={activation!r}" in repr(module)
-
-
-@pytest.mark.parametrize("keeps", [{}, {"recompute": True}, {"keep_hidden": True}], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_mlp(bias: bool, keeps: dict[str, bool]) -> None:
-    module = seeded(fusedops.nn.MLP, 32, 48, 8, bias, activation="gelu", **keeps)
-    torch.manual_seed(3)
-    stock = nn.Sequential(nn.Linear(32, 48, bias), nn.GELU(), nn.Linear(48, 8, bias))
-    assert_as_stock(module, stock)
-    assert list(module.state_dict()) == (["w1", "b1", "w2", "b2"] if bias else ["w1", "w2"])
-    assert fusedops.nn.MLP(32, 48).out_features == 32
-    assert all(f"{name}=True" in repr(module) for name in keeps)
-
-
-def test_parameters_get_gradients() -> None:
-    modules: list[nn.Module] = [
-        fusedops.nn.LayerNorm(32),
-        fusedops.nn.RMSNorm(32),
-        fusedops.nn.LinearAct(32, 4),
-        fusedops.nn.MLP(32, 8),
-        fusedops.nn.MLP(32, 8, recompute=True),
-        fusedops.nn.MLP(32, 8, keep_hidden=True),
-    ]
-    for module in modules:
-        module(INPUT).square().sum().backward()
-        assert all(torch.count_nonzero(parameter.grad) for parameter in module.parameters())
-
-
 @pytest.mark.parametrize(
     ("make", "mentions"),
     [
@@ -177,11 +219,84 @@ def test_parameters_get_gradients() -> None:
         (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
         (lambda: fusedops.nn.MLP(2, 2, recompute=True, keep_hidden=True), "MLP: keep_hidden"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
-        (lambda: fusedops.nn.RMSNorm(2, rounding="bf16"), "RMSNorm: rounding"),
         (lambda: fusedops.nn.AddRMSNorm(2, rounding="bf16"), "AddRMSNorm: rounding"),
-        (lambda: fusedops.nn.AddRMSNorm(2, dropout_p=-1.0), "AddRMSNorm: dropout_p"),
     ],
 )
-def test_wrong_arguments_are_named(make: object, mentions: str) -> None:
+def test_wrong_arguments_are_named(make: Make, mentions: str) -> None:
     with pytest.raises(ValueError, match=mentions):
         make()
+
+
+CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
+    "AddLayerNorm": (8,),
+    "AddRMSNorm": (8,),
+    "BalancingBias": (4,),
+    "CrossEntropyLoss": (),
+    "Dropout": (0.5,),
+    "GatedMLP": (8, 16),
+    "LayerNorm": (8,),
+    "LinearAct": (8, 16),
+    "LinearCrossEntropyLoss": (8, 16),
+    "MLP": (8, 16),
+    "MoE": (8, 16, 4, 2),
+    "RMSNorm": (8,),
+}
+NUMBERS_AS_TORCH = ("eps",)
+OF_TORCH = {"MultiheadAttention", "TransformerDecoderLayer", "TransformerEncoderLayer"}
+X = torch.linspace(-1, 1, 24).view(3, 8)
+TARGET = torch.tensor([0, 3, 1])
+IDS = torch.tensor([[1, 0], [1, 2], [3, 0]])
+PLAN = fusedops.RoutingPlan.from_choices(IDS, torch.full((3, 2), 0.5), 4)
+MASK = torch.zeros(3, 3, dtype=torch.bool)
+
+# Module -> arguments of a forward that is right, and the op whose name messages may begin with.
+FORWARDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "AddLayerNorm": ((X, X), {}, "add_layer_norm"),
+    "AddRMSNorm": ((X, X), {}, "add_rms_norm"),
+    "CrossEntropyLoss": ((X, TARGET), {}, "cross_entropy"),
+    "Dropout": ((X,), {}, "bias_dropout_add"),
+    "GatedMLP": ((X,), {}, "linear_glu"),
+    "LayerNorm": ((X,), {}, "layer_norm"),
+    "LinearAct": ((X,), {}, "linear_act"),
+    "LinearCrossEntropyLoss": ((X, TARGET), {}, "linear_cross_entropy"),
+    "MLP": ((X,), {}, "mlp"),
+    "MoE": ((X,), {"plan": PLAN}, "moe_mlp"),
+    "MultiheadAttention": ((X, X, X), {"need_weights": False, "attn_mask": MASK}, ""),
+    "RMSNorm": ((X,), {}, "rms_norm"),
+    "TransformerDecoderLayer": ((X, X), {"tgt_mask": MASK, "memory_mask": MASK}, ""),
+    "TransformerEncoderLayer": ((X,), {"src_mask": MASK}, ""),
+}
+
+
+def test_every_module_is_tested() -> None:
+    assert {*CONSTRUCTORS} | OF_TORCH == set(fusedops.nn.__all__)
+    assert {*FORWARDS} | {"BalancingBias"} == set(fusedops.nn.__all__)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors_refuse_wrong_values(name: str) -> None:
+    module = getattr(fusedops.nn, name)
+    complaints = complaints_about(
+        module, name, CONSTRUCTORS[name], {}, takes_any_number=NUMBERS_AS_TORCH
+    )
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards_refuse_wrong_values(name: str) -> None:
+    made = CONSTRUCTORS.get(name, (8, 2))
+    module = getattr(fusedops.nn, name)(*made).eval()
+    args, kwargs, op = FORWARDS[name]
+    complaints = complaints_about(
+        module.forward, (name, op or name), args, kwargs, nested=name not in OF_TORCH
+    )
+    assert not complaints, "\n".join(complaints)
+
+
+def test_the_counts_of_a_balancing_bias_come_of_a_plan() -> None:
+    balancing = fusedops.nn.BalancingBias(4)
+    for wrong in (None, "plan", IDS):
+        with pytest.raises(TypeError, match=r"BalancingBias.count: plan must be a RoutingPlan"):
+            balancing.count(wrong)
+    with pytest.raises(TypeError, match="update_balancing_bias: bias must be a torch.Tensor"):
+        balancing.step("bias")

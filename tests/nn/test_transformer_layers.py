@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.common_modules import module_db
+from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core import dtypes
+from fusedops.specs import tensors_in
 
 PAIRS = {
     nn.MultiheadAttention: fusedops.nn.MultiheadAttention,
@@ -21,38 +23,27 @@ PAIRS = {
 INFOS = [info for info in module_db if info.module_cls in PAIRS]
 
 
-def leaves(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [leaf for each in value for leaf in leaves(each)]
-    return []
-
-
-def convert(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
-    return value
-
-
 def run(module: nn.Module, call: Any, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
     """Return outputs and the parameters' gradients."""
-    args = [convert(arg, dtype) for arg in call.args]
-    kwargs = {name: convert(kwarg, dtype) for name, kwarg in (call.kwargs | more).items()}
-    outputs = [leaf for leaf in leaves(module(*args, **kwargs)) if leaf is not None]
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
+
+    given = pytree.tree_map_only(torch.Tensor, convert, (call.args, call.kwargs | more))
+    outputs = tensors_in(module(*given[0], **given[1]))
     total = sum(
         (each.double() * torch.linspace(-1, 1, each.numel()).view_as(each)).sum()
         for each in outputs
         if each.requires_grad
     )
-    parameters = list(module.parameters())
-    grads = torch.autograd.grad(total, parameters, allow_unused=True)
+    grads = torch.autograd.grad(total, list(module.parameters()), allow_unused=True)
     return [output.detach() for output in (*outputs, *grads) if output is not None]
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    ("training", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float64)]
+)
 def test_torchs_own_module_samples(info: Any, training: bool, dtype: torch.dtype) -> None:
     inputs = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=False, training=training

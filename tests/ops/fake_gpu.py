@@ -110,22 +110,15 @@ def _checked(original: Callable[..., Any], observe: Observe | None, ones: bool) 
         )
         for size, limit in itertools.zip_longest(grid, LIMITS, fillvalue=1):
             assert 0 < size <= limit, f"{self.__name__}: grid {grid}"
-
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         if observe is not None:
-            by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
-            observe(self, by_name, tuple(grid))
-        args = tuple(mocked(arg) for arg in args)
-        kwargs = {name: mocked(arg) for name, arg in kwargs.items()}
-        original(self, *args, grid=grid, warmup=True, **kwargs)
-        if not ones:
-            return
-        numbers = {parameter.name for parameter in self.params if not parameter.is_constexpr}
-        by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        of_one = {
-            name: 1 if name in numbers and type(value) is int else value
-            for name, value in by_name.items()
-        }
-        original(self, grid=grid, warmup=True, **of_one)
+            observe(self, given, tuple(grid))
+        given = {name: mocked(value) for name, value in given.items()}
+        original(self, grid=grid, warmup=True, **given)
+        if ones:
+            numbers = {parameter.name for parameter in self.params if not parameter.is_constexpr}
+            of_one = {name: 1 for name in numbers if type(given.get(name)) is int}
+            original(self, grid=grid, warmup=True, **given | of_one)
 
     return launch
 
@@ -230,12 +223,11 @@ class _WithoutGuards(TorchFunctionMode):
                 continue
             if isinstance(index, slice):
                 found = aten.slice(found, dim, index.start, index.stop, index.step or 1)
-            elif index is None:
-                found = aten.unsqueeze(found, dim)
             elif isinstance(index, torch.Tensor):
                 found = aten.index(found, [*[None] * dim, index])
             else:
-                raise NotImplementedError(f"index {index}")
+                assert index is None, f"index {index}"
+                found = aten.unsqueeze(found, dim)
             dim += 1
         return found
 

@@ -18,7 +18,15 @@ import fusedops
 from fusedops._core import backends, extension
 from fusedops._core.generators import seed_generators
 from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
-from fusedops.specs.comparison import floating, fresh, incoming, run, truth
+from fusedops.specs.comparison import (
+    baseline,
+    difference_from_exact,
+    floating,
+    fresh,
+    incoming,
+    run,
+    truth,
+)
 from fusedops.specs.recorder import RecordOps
 
 CPU = torch.device("cpu")
@@ -48,6 +56,10 @@ def samples(name: str, dtype: torch.dtype, device: str = "cpu") -> list[Sample]:
     return all_specs()[name].samples(torch.device(device), dtype)
 
 
+def first(spec: Spec, dtype: torch.dtype = torch.float32) -> Sample:
+    return fresh(samples(spec.name, dtype)[0])
+
+
 def sample_named(spec: Spec, sample_name: str, dtype: torch.dtype, device: str = "cpu") -> Sample:
     (found,) = [
         sample for sample in samples(spec.name, dtype, device) if sample.name == sample_name
@@ -61,6 +73,18 @@ def each_sample() -> Any:
     return pytest.mark.parametrize(("spec", "sample_name"), pairs, ids=ids)
 
 
+def in_first_tier(choose: Callable[[list[Sample]], list[str]]) -> Any:
+    """The samples that ``choose`` names; the others in the second tier."""
+    chosen = []
+    for spec in SPECS:
+        found = samples(spec.name, torch.float32)
+        chosen_names = choose(found)
+        for each in found:
+            marks = [pytest.mark.slow] * (each.name not in chosen_names)
+            chosen.append(pytest.param(spec, each.name, id=f"{spec.name}-{each.name}", marks=marks))
+    return pytest.mark.parametrize(("spec", "sample_name"), chosen)
+
+
 def each_run() -> Any:
     """Every sample on every backend in every dtype.
 
@@ -69,21 +93,28 @@ def each_run() -> Any:
     sample of integers alone is the same in every dtype.
     """
     chosen = []
-    for run_id, backend, device, dtype, marks in RUNS:
-        for spec in SPECS:
-            for number, sample in enumerate(samples(spec.name, torch.float32)):
-                integers = not any(tensor.is_floating_point() for tensor in sample.tensors)
+    for spec in SPECS:
+        for number, sample in enumerate(samples(spec.name, torch.float32)):
+            integers = not any(tensor.is_floating_point() for tensor in sample.tensors)
+            half_of_sample = HALF[number % 4] if number % 4 in (1, 2) else None
+            for run_id, backend, device, dtype, marks in RUNS:
                 if integers and dtype != torch.float32:
                     continue
-                half_of_sample = HALF[number % 4] if number % 4 in (1, 2) else None
                 interpreted = (backend, device) == ("triton", "cpu") and dtype in HALF[1:]
                 second = interpreted and dtype != half_of_sample
                 more = (*marks, pytest.mark.slow) if second else marks
                 values = (spec, sample.name, backend, device, dtype)
-                chosen.append(
-                    pytest.param(*values, id=f"{run_id}-{spec.name}-{sample.name}", marks=more)
-                )
+                name = f"{run_id}-{spec.name}-{sample.name}"
+                chosen.append(pytest.param(*values, id=name, marks=more))
     return pytest.mark.parametrize(("spec", "sample_name", "backend", "device", "dtype"), chosen)
+
+
+@functools.lru_cache(maxsize=16)
+def truth_and_baseline(name: str, sample_name: str, dtype: torch.dtype, device: str) -> Any:
+    """Return what backends are compared with; the tests of a sample follow each other."""
+    spec = all_specs()[name]
+    sample = sample_named(spec, sample_name, dtype, device)
+    return truth(spec, sample), baseline(spec, fresh(sample))
 
 
 @each_run()
@@ -98,7 +129,9 @@ def test_values_and_gradients_match_float64(
         actual = run(spec.op, sample)
     used = {used_backend for _, used_backend in fusedops.counters()}
     assert used == {backend}, f"ran on {used}"
-    assert_within_budget(actual, spec, sample)
+    references = truth_and_baseline(spec.name, sample_name, dtype, device)
+    found = difference_from_exact(actual, *references, spec, sample)
+    assert found is None, found
 
 
 @each_sample()
@@ -111,7 +144,7 @@ def test_gradients_pass_gradcheck(spec: Spec, sample_name: str) -> None:
     assert {backend for _, backend in fusedops.counters()} == {"cpp"}, "not the real kernel"
 
 
-@each_sample()
+@in_first_tier(covering)
 def test_second_derivatives_pass_gradgradcheck(spec: Spec, sample_name: str) -> None:
     sample = sample_named(spec, sample_name, torch.float64)
     if not spec.double_backward:
@@ -136,7 +169,7 @@ def _as_function_of_leaves(spec: Spec, sample: Sample) -> tuple[Any, tuple[torch
 @by_spec
 def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
     """The derivative of the backward is the reference's; it meets what the kernels have saved."""
-    sample = fresh(samples(spec.name, torch.float16)[0])
+    sample = first(spec, torch.float16)
     if not spec.double_backward or not sample.leaves:
         pytest.skip("the op is differentiable once")
 
@@ -157,7 +190,7 @@ def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
             assert_close(mine, want, base, f"derivative {i}", depth=sample.args[0].numel())
 
 
-@each_sample()
+@in_first_tier(covering)
 def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
     sample = sample_named(spec, sample_name, torch.float32)
     with RecordOps() as recorded:
@@ -183,7 +216,7 @@ def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
 def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) -> None:
     """opcheck above runs in float32, where a fake that always says float32 is right."""
     with RecordOps() as recorded:
-        run(spec.op, fresh(samples(spec.name, dtype)[0]))
+        run(spec.op, first(spec, dtype))
     for func, args in recorded.calls:
         plain = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
         results = tensors_in(func(*plain))
@@ -200,7 +233,7 @@ def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_without_values_shapes_are_those_of_the_results(spec: Spec, kind: str) -> None:
     """The public function on meta tensors (deferred initialisation), and under FakeTensorMode."""
-    sample = fresh(samples(spec.name, torch.float32)[0])
+    sample = first(spec)
     results = tensors_in(spec.op(*sample.args, **sample.kwargs))
     mode = FakeTensorMode()
 
@@ -222,7 +255,7 @@ def test_without_values_shapes_are_those_of_the_results(spec: Spec, kind: str) -
 
 @by_spec
 def test_only_the_gradients_asked_for_are_computed(spec: Spec) -> None:
-    sample = fresh(samples(spec.name, torch.float32)[0])
+    sample = first(spec)
     whole = run(spec.op, sample)
     for index, leaf in enumerate(sample.leaves):
         seed_generators(11)
@@ -255,18 +288,6 @@ def _with_new_floats(spec: Spec) -> set[str]:
     return names
 
 
-def in_first_tier(choose: Callable[[list[Sample]], list[str]]) -> Any:
-    """The samples that ``choose`` names; the others in the second tier."""
-    chosen = []
-    for spec in SPECS:
-        found = samples(spec.name, torch.float32)
-        first = choose(found)
-        for each in found:
-            marks = [pytest.mark.slow] * (each.name not in first)
-            chosen.append(pytest.param(spec, each.name, id=f"{spec.name}-{each.name}", marks=marks))
-    return pytest.mark.parametrize(("spec", "sample_name"), chosen)
-
-
 @pytest.mark.ci
 @in_first_tier(covering)
 def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
@@ -284,7 +305,7 @@ def test_compiled_with_fixed_sizes_equals_eager(spec: Spec, sample_name: str) ->
 @pytest.mark.ci
 @by_spec
 def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
-    sample = fresh(samples(spec.name, torch.float32)[0])
+    sample = first(spec)
     torch._dynamo.reset()
     # Inductor draws its own random numbers unless told to draw torch's.
     with torch._inductor.config.patch(fallback_random=True):
@@ -301,7 +322,7 @@ def test_autocast_gives_what_eager_gives(spec: Spec, sample_name: str) -> None:
 
 @by_spec
 def test_autocast_to_float16_gives_what_eager_gives(spec: Spec) -> None:
-    _assert_autocast_equals_eager(spec, fresh(samples(spec.name, torch.float32)[0]), torch.float16)
+    _assert_autocast_equals_eager(spec, first(spec), torch.float16)
 
 
 def _assert_autocast_equals_eager(spec: Spec, sample: Sample, dtype: torch.dtype) -> None:
@@ -331,10 +352,11 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_strides_do_not_change_the_result(spec: Spec, sample_name: str, layout: str) -> None:
     sample = sample_named(spec, sample_name, torch.float32)
     if layout == "expanded_grad":
-        strided, plain = sample, fresh(sample)
-        got = _with_grad(spec, strided, lambda out: torch.ones((), dtype=out.dtype).expand_as(out))
-        want = _with_grad(spec, plain, torch.ones_like)
-        return assert_same_bits(got, want)
+        expanded, dense = (
+            run(spec.op, call, lambda outputs, of=make: [of(output) for output in outputs])
+            for call, make in ((sample, _expanded_ones), (fresh(sample), torch.ones_like))
+        )
+        return assert_same_bits(expanded, dense)
     relayout = _transposed if layout == "transposed" else _sliced
     strided = sample.map(
         lambda tensor: relayout(tensor.detach()).requires_grad_(tensor.requires_grad)
@@ -342,17 +364,8 @@ def test_strides_do_not_change_the_result(spec: Spec, sample_name: str, layout: 
     assert_same_bits(run(spec.op, strided), run(spec.op, sample))
 
 
-def _with_grad(spec: Spec, sample: Sample, make: Any) -> Any:
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        return spec.op(*args, **kwargs)
-
-    seed_generators(11)
-    outputs = floating(scaled(*sample.args, **sample.kwargs))
-    result = run(spec.op, sample)
-    if sample.leaves:
-        grads = torch.autograd.grad(outputs, sample.leaves, [make(out) for out in outputs])
-        result.grads = list(grads)
-    return result
+def _expanded_ones(output: torch.Tensor) -> torch.Tensor:
+    return torch.ones((), dtype=output.dtype).expand_as(output)
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -368,25 +381,26 @@ def _sliced(tensor: torch.Tensor) -> torch.Tensor:
 
 @by_spec
 def test_expanded_inputs_work(spec: Spec) -> None:
-    sample = fresh(samples(spec.name, torch.float32)[0])
-    first = sample.args[0].detach()
+    sample = first(spec)
+    shape = sample.args[0].shape
 
     def expand(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape != first.shape:
+        if tensor.shape != shape:
             return tensor
         return tensor.detach()[:1].expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
     expanded = sample.map(expand)
-    dense = expanded.map(
-        lambda tensor: tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
-    )
-    assert_same_bits(run(spec.op, expanded), run(spec.op, dense))
+    assert_same_bits(run(spec.op, expanded), run(spec.op, expanded.map(_dense)))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
 
 
 @by_spec
 def test_offsets_past_2_to_the_31_elements(spec: Spec) -> None:
     """Rows that lie 2**31 elements apart in (mostly untouched) memory give the same result."""
-    sample = fresh(samples(spec.name, torch.bfloat16)[0])
+    sample = first(spec, torch.bfloat16)
     far = 2**31 + 64
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -460,19 +474,21 @@ def test_bad_input_is_named(spec: Spec, bad: BadInput, backend: str | None) -> N
 def test_same_bits_over_repeats_and_thread_counts(spec: Spec) -> None:
     for dtype, case in itertools.product((torch.float32, torch.bfloat16), spec.bench_cases[-1:]):
         sample = case.make(CPU, dtype)
-        first = run(spec.op, sample)
         threads = torch.get_num_threads()
+        results = []
         try:
-            for count in (1, 2, 3, 2):
+            for count in (2, 1, 3, 2):
                 torch.set_num_threads(count)
-                assert_same_bits(run(spec.op, sample), first)
+                results.append(run(spec.op, sample))
         finally:
             torch.set_num_threads(threads)
+        for other in results[1:]:
+            assert_same_bits(other, results[0])
 
 
 @by_spec
 def test_explicit_backend_that_is_impossible_says_why(spec: Spec) -> None:
-    sample = fresh(samples(spec.name, torch.float32)[0])
+    sample = first(spec)
     with fusedops.use_backend("cuda"), pytest.raises(fusedops.UnsupportedError) as caught:
         spec.op(*sample.args, **sample.kwargs)
     assert "cuda" in str(caught.value) and "cpu" in str(caught.value)
@@ -482,7 +498,7 @@ def test_explicit_backend_that_is_impossible_says_why(spec: Spec) -> None:
 def test_every_dtype_on_the_cpu_goes_to_the_compiled_kernel(spec: Spec) -> None:
     for dtype in CPP:
         fusedops.reset_counters()
-        run(spec.op, fresh(samples(spec.name, dtype)[0]))
+        run(spec.op, first(spec, dtype))
         used = {backend for op, backend in fusedops.counters() if op.startswith(spec.name)}
         assert used == {"cpp"}, f"{dtype} ran on {used}"
 

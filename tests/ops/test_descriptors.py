@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,16 +53,12 @@ def moe_mlp(depth: int, across: bool, **options: Any) -> Sample:
     return Sample("x", (random(140, depth), plan, w1, w2), options)
 
 
-def moe_mlp_pairs(depth: int, across: bool) -> Sample:
-    return moe_mlp(depth, across, interleaved=True)
-
-
 MATRICES: dict[str, Callable[[int, bool], Sample]] = {
     "linear_act": linear_act,
     "linear_glu": linear_glu,
     "grouped_mm": grouped_mm,
     "moe_mlp": moe_mlp,
-    "moe_mlp pairs": moe_mlp_pairs,
+    "moe_mlp pairs": functools.partial(moe_mlp, interleaved=True),
 }
 
 
@@ -79,34 +76,35 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
+def assert_matches_float64(name: str, sample: Sample) -> None:
+    spec = all_specs()[name]
+    with fusedops.use_backend("triton"):
+        actual = run(spec.op, fresh(sample))
+    assert_within_budget(actual, spec, sample)
+
+
 @pytest.mark.ci
+@pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("across", [False, True], ids=["along", "across"])
 @pytest.mark.parametrize("name", list(MATRICES))
 def test_matrix_products_by_descriptors_and_by_pointers(
     name: str,
     across: bool,
+    available: bool,
     described: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec, sample = all_specs()[name.split()[0]], MATRICES[name](72, across)
-    for available in (True, False):
-        monkeypatch.setattr(_descriptors, "available", lambda device, it=available: it)
-        described.clear()
-        with fusedops.use_backend("triton"):
-            actual = run(spec.op, fresh(sample))
-        assert bool(described) == available
-        assert_within_budget(actual, spec, sample)
+    monkeypatch.setattr(_descriptors, "available", lambda device: available)
+    assert_matches_float64(name.split()[0], MATRICES[name](72, across))
+    assert bool(described) == available
 
 
 @pytest.mark.parametrize("name", ["linear_act", "linear_glu", "grouped_mm"])
 def test_strides_that_16_bytes_do_not_divide_are_read_by_pointers(
     name: str, described: list[tuple[int, ...]]
 ) -> None:
-    spec, sample = all_specs()[name], MATRICES[name](69, False)
-    with fusedops.use_backend("triton"):
-        actual = run(spec.op, fresh(sample))
+    assert_matches_float64(name, MATRICES[name](69, False))
     assert not described
-    assert_within_budget(actual, spec, sample)
 
 
 def test_nan_in_the_weights_of_one_group_stays_there() -> None:
@@ -119,23 +117,23 @@ def test_nan_in_the_weights_of_one_group_stays_there() -> None:
     assert y[90:95].isnan().all()
 
 
+@pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_by_descriptors_and_by_pointers(
-    causal: bool, described: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    available: bool,
+    described: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Heads inside, as projections give them; 24 is no power of two, 37 rows no multiple of a block.
-    q, k, v = (random(2, 37, heads, 24) for heads in (4, 2, 2))
-    q, k, v = (each.detach().transpose(1, 2).requires_grad_() for each in (q, k, v))
-    sample = Sample("x", (q, k, v), {"is_causal": causal, "enable_gqa": True})
-    spec = all_specs()["attention"]
-    for available in (True, False):
-        monkeypatch.setattr(_descriptors, "available", lambda device, it=available: it)
-        described.clear()
-        with fusedops.use_backend("triton"):
-            actual = run(spec.op, fresh(sample))
-        # Keys and values twice, queries and the incoming gradient once.
-        assert len(described) == (6 if available else 0)
-        assert_within_budget(actual, spec, sample)
+    qkv = (random(2, 37, heads, 24).detach().transpose(1, 2) for heads in (4, 2, 2))
+    leaves = tuple(each.requires_grad_() for each in qkv)
+    monkeypatch.setattr(_descriptors, "available", lambda device: available)
+    assert_matches_float64(
+        "attention", Sample("x", leaves, {"is_causal": causal, "enable_gqa": True})
+    )
+    # Keys and values twice, queries and the incoming gradient once.
+    assert len(described) == (6 if available else 0)
 
 
 @pytest.mark.parametrize(
@@ -145,29 +143,23 @@ def test_masks_with_a_row_per_query_by_descriptors(
     heads: int, boolean: bool, described: list[tuple[int, ...]]
 ) -> None:
     # 32 keys of 37 queries: no block of either fills both, and rows of 32 bytes can be described.
-    q = random(2, 4, 37, 24)
-    k, v = random(2, 2, 32, 24), random(2, 2, 32, 24)
+    qkv = (random(2, 4, 37, 24), random(2, 2, 32, 24), random(2, 2, 32, 24))
     mask = torch.randn(2, heads, 37, 32).to(HALF)
     mask = mask > 0 if boolean else mask.requires_grad_()
     options = {"attn_mask": mask, "enable_gqa": True, "softcap": 3.0}
-    sample, spec = Sample("x", (q, k, v), options), all_specs()["attention"]
-    with fusedops.use_backend("triton"):
-        actual = run(spec.op, fresh(sample))
+    assert_matches_float64("attention", Sample("x", qkv, options))
     # Forward and gradient of the queries; a batch that is broadcast is read as one.
     assert described.count((2, heads, 37, 32)) == 2
-    assert_within_budget(actual, spec, sample)
 
 
-def test_masks_that_no_descriptor_reads(described: list[tuple[int, ...]]) -> None:
-    q, k, v = (random(2, 2, 37, 24) for _ in range(3))
-    spec = all_specs()["attention"]
-    odd, row = torch.randn(1, 1, 37, 37).to(HALF), torch.randn(37).to(HALF)
-    for mask in (odd, row.expand(1, 1, 37, 37), row[:, None].expand(1, 1, 37, 37)):
-        sample = Sample("x", (q, k, v), {"attn_mask": mask})
-        with fusedops.use_backend("triton"):
-            actual = run(spec.op, fresh(sample))
-        assert not any(shape[2:] == (37, 37) for shape in described)
-        assert_within_budget(actual, spec, sample)
+@pytest.mark.parametrize("kind", ["odd strides", "row of keys", "row of queries"])
+def test_masks_that_no_descriptor_reads(kind: str, described: list[tuple[int, ...]]) -> None:
+    mask, row = torch.randn(1, 1, 37, 37).to(HALF), torch.randn(37).to(HALF)
+    if "row" in kind:
+        mask = (row if kind == "row of keys" else row[:, None]).expand(1, 1, 37, 37)
+    qkv = tuple(random(2, 2, 37, 24) for _ in range(3))
+    assert_matches_float64("attention", Sample("x", qkv, {"attn_mask": mask}))
+    assert not any(shape[2:] == (37, 37) for shape in described)
 
 
 def test_what_a_descriptor_needs(monkeypatch: pytest.MonkeyPatch) -> None:

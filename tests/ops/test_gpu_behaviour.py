@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
+NEW = hot_samples.New(CUDA, BF16)
 Tensors = list[torch.Tensor]
 # Ops whose integers are data of their own, which may be put in any order.
 _INTEGERS_ARE_DATA = ("moe_sort", "moe_unpack")
@@ -58,7 +59,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def sample_of(op: str) -> Sample:
-    return hot_samples.made(CALLS[op], BF16, CUDA).sample
+    return hot_samples.made(CALLS[op], NEW).sample
 
 
 def step(op: str, sample: Sample, given: Tensors) -> Tensors:
@@ -176,9 +177,7 @@ def test_compiled_without_a_graph_break(op: str) -> None:
     spec, sample = all_specs()[op], sample_of(op)
     torch._dynamo.reset()
     compiled = torch.compile(spec.op, fullgraph=True)
-    assert_within_budget(
-        run(compiled, sample), spec, hot_samples.made(CALLS[op], BF16, CUDA).plain()
-    )
+    assert_within_budget(run(compiled, sample), spec, hot_samples.made(CALLS[op], NEW).plain())
 
 
 # More than 2 ** 31 elements: rows of 8192, 64 more than fit 31 bits.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import hot_samples
 import pytest
@@ -21,8 +20,7 @@ import fusedops
 
 pytest.importorskip("triton")
 
-HALF = (torch.bfloat16, torch.float16)
-DTYPES = (*HALF, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # In the interpreter, which takes a matrix kernel's tile a second: a few of each kind.
 REPRESENTATIVE = {
     "attention": ("D64 of 4", "D128 of 4, by pointers", "D64 of 4, window, sinks"),
@@ -38,27 +36,10 @@ REPRESENTATIVE = {
 LONG = ("attention", "moe_permute", "rms_norm", "rotary_embedding")
 
 
-def over_lists(call: hot_samples.HotCall) -> bool:
-    return call.op in ("adamw", "square_sums")  # tests/ops/test_hot_lists.py
-
-
-def each_call() -> Any:
-    return pytest.mark.parametrize(
-        ("call", "dtype"),
-        [
-            pytest.param(call, dtype, id=f"{op}-{str(dtype)[6:]}-{call.op} {call.name}")
-            for op in hot_samples.ops()
-            for dtype in DTYPES
-            for call in hot_samples.calls(op, dtype)
-            if not over_lists(call)
-        ],
-    )
-
-
 def assert_matches_float64(
     call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device
 ) -> None:
-    sample = hot_samples.made(call, dtype, device)
+    sample = hot_samples.made(call, hot_samples.New(device, dtype))
     assert sample.spec is not None
     fusedops.reset_counters()
     with fusedops.use_backend("triton"):
@@ -69,7 +50,16 @@ def assert_matches_float64(
 
 
 @pytest.mark.gpu
-@each_call()
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        pytest.param(call, dtype, id=f"{op}-{str(dtype)[6:]}-{call.op} {call.name}")
+        for op in hot_samples.ops()
+        for dtype in DTYPES
+        for call in hot_samples.calls(op, dtype)
+        if call.op not in ("adamw", "square_sums")  # tests/ops/test_hot_lists.py
+    ],
+)
 def test_hot_samples_match_float64(call: hot_samples.HotCall, dtype: torch.dtype) -> None:
     assert_matches_float64(call, dtype, torch.device("cuda"))
 
@@ -87,11 +77,6 @@ def real_tiles() -> Iterator[None]:
         yield
 
 
-def chosen(op: str, name: str) -> hot_samples.HotCall:
-    (call,) = [each for each in hot_samples.calls(op, torch.bfloat16) if each.name == name]
-    return call
-
-
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("op", "name"),
@@ -102,5 +87,6 @@ def chosen(op: str, name: str) -> hot_samples.HotCall:
     ],
 )
 def test_representative_hot_samples_in_the_interpreter(op: str, name: str) -> None:
+    (call,) = [each for each in hot_samples.calls(op, torch.bfloat16) if each.name == name]
     with real_tiles():
-        assert_matches_float64(chosen(op, name), torch.bfloat16, torch.device("cpu"))
+        assert_matches_float64(call, torch.bfloat16, torch.device("cpu"))

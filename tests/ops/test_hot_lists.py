@@ -1,40 +1,114 @@
-"""AdamW steps and sums of squares over many tensors, against float64 arithmetic written out here.
+"""Operators over lists of tensors: values against float64 arithmetic, and what they refuse.
 
-The same tests run on a GPU's kernels and, where there is none, on the compiled ones of the CPU.
+Optimizers call them past no public function's checks, and so may anybody. Steps of many tensors
+and sums of squares run on a GPU's kernels too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hot_samples
 import pytest
 import torch
 from comparing import assert_all_close
+from reachable import reachable
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import dtypes
+from fusedops._core import backends, dtypes, env, extension
 from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.ops.square_sums import square_sums
-from fusedops.specs import tensors_in
+from fusedops.specs import multi_tensor_specs, tensors_in
 
-pytest.importorskip("triton")
-
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = (F32, BF16, torch.float16, torch.float64)
+TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
 each_machine = pytest.mark.parametrize(
     ("backend", "device"),
-    [
-        ("cpp", torch.device("cpu")),
-        pytest.param("triton", torch.device("cuda"), marks=pytest.mark.gpu),
-    ],
+    [("cpp", CPU), pytest.param("triton", CUDA, marks=pytest.mark.gpu)],
     ids=["cpp", "triton-cuda"],
 )
-BF16, F32 = torch.bfloat16, torch.float32
 LR, BETAS, EPS = 0.05, (0.8, 0.95), 1e-6
 GAP = 7  # elements between tensors, which nobody may write
+Tensors = list[torch.Tensor]
+Change = Callable[[Any], Any]
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.fusedops, name).default
+
+
+def arguments(name: str, sample_name: str, dtype: torch.dtype = F32) -> dict[str, Any]:
+    """Return the arguments of a call by name, with tensors that nobody else has."""
+    calls = multi_tensor_specs()[name].calls(CPU, dtype)
+    (sample,) = [call for call in calls if call.name == sample_name]
+    names = [argument.name for argument in operator(name)._schema.arguments]
+    return dict(zip(names, sample.args, strict=True))
+
+
+def test_every_operator_over_lists_has_a_spec() -> None:
+    over_lists = {
+        name
+        for name, kernels in backends._KERNELS.items()
+        if kernels.contracts
+        and any(kind == "Tensor[]" for kind, _ in kernels.contracts[0].arguments)
+    }
+    assert set(multi_tensor_specs()) == over_lists
+
+
+def outcome(name: str, given: Sequence[Any], backend: str, wide: bool = False) -> Tensors:
+    """Return the results of a call and what it left in its arguments."""
+
+    def copy(each: torch.Tensor) -> torch.Tensor:
+        copied = each.clone(memory_format=torch.preserve_format)
+        return copied.double() if wide else copied
+
+    args = pytree.tree_map_only(torch.Tensor, copy, list(given))
+    with fusedops.use_backend(backend), reachable(tensors_in(args)):
+        result = operator(name)(*args)
+    return [*tensors_in(args), *tensors_in(result)]
+
+
+def assert_matches_float64(name: str, args: Sequence[Any], backend: str, depth: int) -> None:
+    got, eager = outcome(name, args, backend), outcome(name, args, "torch")
+    for mine, base, want in zip(got, eager, outcome(name, args, "torch", wide=True), strict=True):
+        budget = dtypes.error_budget(base, want, mine.dtype, depth=max(depth, mine.numel()))
+        assert mine.dtype == base.dtype
+        assert bool(((mine.double() - want).abs() <= budget).all())
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch", TRITON])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", multi_tensor_specs())
+def test_values_match_float64(name: str, dtype: torch.dtype, backend: str) -> None:
+    torch.manual_seed(0)
+    for sample in multi_tensor_specs()[name].calls(CPU, dtype):
+        if sample.name in ("draws", "half states"):
+            continue  # random roundings: tests/optim/test_rounding.py
+        if backend == "triton" and sample.name == "strides":
+            continue  # the interpreter is not told of the copies that the launcher makes
+        if backend == "triton" and torch.float64 in {tensor.dtype for tensor in sample.tensors}:
+            continue  # no Triton kernel takes float64
+        # A step is a few operations per element; a sum has up to 130 terms.
+        assert_matches_float64(name, sample.args, backend, 130)
+
+
+@each_machine
+@pytest.mark.parametrize(
+    "call",
+    [call for op in ("adamw", "square_sums") for call in hot_samples.calls(op, BF16)],
+    ids=lambda call: f"{call.op} {call.name}",
+)
+def test_hot_samples_of_lists_match_float64(
+    call: hot_samples.HotCall, backend: str, device: torch.device
+) -> None:
+    """Sizes and addresses that 16 divides: the configurations on record."""
+    made = hot_samples.made(call, hot_samples.New(device, BF16))
+    assert_matches_float64(call.op, made.sample.args, backend, 4)
 
 
 def odd_sizes(count: int) -> list[int]:
@@ -42,43 +116,27 @@ def odd_sizes(count: int) -> list[int]:
     return [1 + 37 * i * i % 5001 for i in range(count)]
 
 
-def cut(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, key: int, gap: int = GAP):  # type: ignore[no-untyped-def]
-    """Return the memory of tensors with gaps between them, all random, and the tensors."""
-    generator = torch.Generator().manual_seed(key)
-    whole = torch.randn(sum(sizes) + gap * len(sizes), generator=generator).to(device, dtype)
-    parts, begin = [], 0
-    for size in sizes:
-        parts.append(whole[begin : begin + size])
-        begin += size + gap
-    return whole, parts
+class Cut:
+    """Random tensors that lie in one memory with gaps between them."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: Any, key: int) -> None:
+        generator = torch.Generator().manual_seed(key)
+        length = sum(sizes) + GAP * len(sizes)
+        self.whole = torch.randn(length, generator=generator).to(device, dtype)
+        cuts = self.whole.split([length for size in sizes for length in (size, GAP)])
+        self.parts, self.gaps = list(cuts[::2]), cuts[1::2]
+
+    def outside(self) -> torch.Tensor:
+        """Return the elements of the memory that belong to none of the tensors."""
+        return torch.cat(self.gaps)
 
 
-def outside(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of the memory that belong to none of the tensors."""
-    free = torch.ones_like(whole, dtype=torch.bool)
-    for part in parts:
-        free[part.storage_offset() : part.storage_offset() + part.numel()] = False
-    return whole[free].clone()
-
-
-@contextlib.contextmanager
-def assert_nothing_written_outside(*memory: tuple[torch.Tensor, list[torch.Tensor]]):  # type: ignore[no-untyped-def]
-    """Assert that what lies between the tensors is as before."""
-    before = [outside(whole, parts) for whole, parts in memory]
-    yield
-    for (whole, parts), left in zip(memory, before, strict=True):
-        assert torch.equal(outside(whole, parts), left), "written between tensors"
-
-
-def _in_float64(values: Sequence[Any]) -> list[Any]:
-    return [each.double() if isinstance(each, torch.Tensor) else each for each in values]
-
-
-def _step(batch: TensorLists) -> None:
+def step(batch: TensorLists, backend: str, found_inf: float = 0.0) -> None:
     device = batch.params[0].device
     factor = torch.tensor(0.25, device=device, dtype=torch.float64)
-    found_inf = torch.zeros(1, device=device)
-    adamw(batch, lr=LR, betas=BETAS, eps=EPS, grad_factor=factor, found_inf=found_inf)
+    found = torch.full((1,), found_inf, device=device)
+    with fusedops.use_backend(backend):
+        adamw(batch, lr=LR, betas=BETAS, eps=EPS, grad_factor=factor, found_inf=found)
 
 
 @each_machine
@@ -92,29 +150,27 @@ def test_a_step_of_many_tensors_matches_float64(
     """With ``copies`` the parameters are master weights, and the model's are rounded from them."""
     sizes = odd_sizes(count)
     param, grad, state, copied = kinds
-    params, firsts = cut(sizes, param, device, 1), cut(sizes, state, device, 3)
-    squares, copies = cut(sizes, state, device, 4), cut(sizes, copied or param, device, 5)
-    squares[0].abs_()
-    copies[0].copy_(params[0])
+    kinds_in_order = (param, grad, state, state, copied or param)
+    params, grads, firsts, squares, copies = cuts = [
+        Cut(sizes, dtype, device, key) for key, dtype in enumerate(kinds_in_order, 1)
+    ]
+    squares.whole.abs_()
+    copies.whole.copy_(params.whole)
     batch = TensorLists(
-        params[1],
-        cut(sizes, grad, device, 2)[1],
-        firsts[1],
-        squares[1],
-        copies=copies[1] if copied else [],
+        params.parts,
+        grads.parts,
+        firsts.parts,
+        squares.parts,
+        copies=copies.parts if copied else [],
         steps=[torch.tensor(float(i % 5), device=device) for i in range(count)],
         weight_decays=[0.1 * (i % 3) for i in range(count)],
     )
-    wide = TensorLists(**{name: _in_float64(value) for name, value in vars(batch).items()})
+    wide = TensorLists(**pytree.tree_map_only(torch.Tensor, torch.Tensor.double, vars(batch)))
     wide.copies = []  # they are rounded from the parameters
-    untouched = [copies] if copied else []
-    with (
-        assert_nothing_written_outside(params, firsts, squares, *untouched),
-        fusedops.use_backend(backend),
-    ):
-        _step(batch)
-    with fusedops.use_backend("torch"):
-        _step(wide)
+    outside = [cut.outside() for cut in cuts]
+    step(batch, backend)
+    step(wide, "torch")
+    assert all(torch.equal(cut.outside(), left) for cut, left in zip(cuts, outside, strict=True))
     for what in ("params", "exp_avgs", "exp_avg_sqs"):
         got, want = getattr(batch, what), getattr(wide, what)
         # What rounding the truth itself takes stands for what eager torch gets.
@@ -122,56 +178,18 @@ def test_a_step_of_many_tensors_matches_float64(
         assert_all_close(got, want, rounded, depth=4)
     for master, copy in zip(batch.params, batch.copies, strict=bool(batch.copies)):
         assert torch.equal(copy, master.to(copy.dtype))
-    assert [step.item() for step in batch.steps] == [i % 5 + 1.0 for i in range(count)]
-
-
-def each_hot_call() -> Any:
-    found = [call for op in ("adamw", "square_sums") for call in hot_samples.calls(op, BF16)]
-    return pytest.mark.parametrize("call", found, ids=lambda call: f"{call.op} {call.name}")
-
-
-@each_machine
-@each_hot_call()
-def test_hot_samples_of_lists_match_float64(
-    call: hot_samples.HotCall, backend: str, device: torch.device
-) -> None:
-    """Sizes and addresses that 16 divides: the configurations on record."""
-    made = hot_samples.made(call, BF16, device).sample
-
-    def outcome(name: str, wide: bool) -> list[torch.Tensor]:
-        args = pytree.tree_map_only(
-            torch.Tensor, lambda each: each.double() if wide else each.clone(), list(made.args)
-        )
-        with fusedops.use_backend(name):
-            result = getattr(torch.ops.fusedops, call.op).default(*args)
-        return [*tensors_in(args), *tensors_in(result)]
-
-    results = (outcome(backend, False), outcome("torch", False), outcome("torch", True))
-    for got, eager, want in zip(*results, strict=True):
-        assert got.dtype == eager.dtype
-        # A sum has as many terms as the largest tensor has elements; a step has a few.
-        budget = dtypes.error_budget(eager, want, got.dtype, depth=max(4, got.numel()))
-        assert bool(((got.double() - want).abs() <= budget).all())
+    assert [each.item() for each in batch.steps] == [i % 5 + 1.0 for i in range(count)]
 
 
 @each_machine
 def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device) -> None:
     sizes = odd_sizes(20)
-    params, grads, firsts, squares = (cut(sizes, F32, device, key)[1] for key in range(4))
+    lists = [[part.abs() for part in Cut(sizes, F32, device, key).parts] for key in range(4)]
     steps = [torch.tensor(2.0, device=device) for _ in sizes]
-    batch = TensorLists(
-        params,
-        grads,
-        firsts,
-        [square.abs() for square in squares],
-        steps=steps,
-        weight_decays=[0.1] * len(sizes),
-    )
-    written = [*batch.params, *batch.exp_avgs, *batch.exp_avg_sqs, *steps]
-    before = [each.clone() for each in written]
-    with fusedops.use_backend(backend):
-        adamw(batch, lr=LR, betas=BETAS, eps=EPS, found_inf=torch.ones(1, device=device))
-    assert all(map(torch.equal, written, before))
+    batch = TensorLists(*lists, steps=steps, weight_decays=[0.1] * len(sizes))
+    before = [each.clone() for each in tensors_in(list(vars(batch).values()))]
+    step(batch, backend, found_inf=1.0)
+    assert all(map(torch.equal, tensors_in(list(vars(batch).values())), before))
 
 
 @each_machine
@@ -185,25 +203,15 @@ def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
     start = 1.0 + 2 * spacing
     aim = low + share * spacing
     params = [torch.full((size,), start, device=device, dtype=BF16) for _ in range(2)]
-    grads, firsts, squares = (torch.zeros_like(params[0]).repeat(2, 1).unbind() for _ in range(3))
+    zeros = [[torch.zeros_like(each) for each in params] for _ in range(3)]
     batch = TensorLists(
         params,
-        list(grads),
-        list(firsts),
-        list(squares),
+        *zeros,
         steps=[torch.zeros((), device=device) for _ in range(2)],
         draws=[Draw(91, 0, size, size), Draw(91, size, size, size)],
-        weight_decays=[(1 - aim / start) / 0.5] * 2,
+        weight_decays=[(1 - aim / start) / LR] * 2,
     )
-    with fusedops.use_backend(backend):
-        adamw(
-            batch,
-            lr=0.5,
-            betas=BETAS,
-            eps=1.0,
-            grad_factor=torch.ones((), device=device, dtype=torch.float64),
-            found_inf=torch.zeros(1, device=device),
-        )
+    step(batch, backend)
     up = torch.stack([parameter == low + spacing for parameter in params])
     assert bool((up | torch.stack([each == low for each in params])).all()), "no neighbour"
     # Five standard deviations: a correct kernel fails once in two million numbers of keys.
@@ -221,7 +229,7 @@ def test_sums_of_squares_of_many_tensors_match_float64(
 ) -> None:
     # The second kernel adds a number for each block of 1024: three of its own blocks and more.
     sizes = [*odd_sizes(400), 0, 2 * 1024**2 + 4097]
-    _, tensors = cut(sizes, dtype, device, 6)
+    tensors = Cut(sizes, dtype, device, 6).parts
     with fusedops.use_backend(backend):
         got, again = square_sums(tensors), square_sums(tensors)
     want = torch.stack([tensor.double().square().sum() for tensor in tensors])
@@ -235,3 +243,116 @@ def test_a_square_that_overflows_float32_is_summed(backend: str, device: torch.d
     with fusedops.use_backend(backend):
         (got,) = square_sums([torch.full((3000,), 2.0**100, device=device)]).tolist()
     assert got == 3000 * 2.0**200
+
+
+def of_one(place: int, change: Change) -> Change:
+    """Return what changes one tensor of a list."""
+    return lambda given: [change(each) if i == place else each for i, each in enumerate(given)]
+
+
+def with_gaps(given: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((*given.shape, 3), dtype=given.dtype)[..., 1]
+
+
+# What no list of a step may be, and words of the error.
+WRONG_LISTS: dict[str, tuple[Change, str]] = {
+    "one less": (lambda given: given[:-1], r"list of 5 tensors|weight_decays .* len\(params\) = 4"),
+    "one more": (lambda given: [*given, given[0]], "list of 5 tensors|weight_decays must"),
+    "half precision": (of_one(2, torch.Tensor.half), "must have dtype"),
+    "integers": (of_one(0, torch.Tensor.long), "must have dtype"),
+    "shape": (of_one(0, lambda given: given.new_ones(3)), r"\[.\] must be of shape"),
+    "gaps": (of_one(4, with_gaps), r"\[4\] must be without gaps"),
+    "strides": (of_one(1, torch.Tensor.contiguous), r"\[1\] must be without gaps and of"),
+    "expanded": (of_one(4, lambda given: given[:1].expand(66)), r"\[4\] must be without gaps"),
+    "device": (of_one(0, lambda given: given.to("meta")), r"\[.\] must be on (cpu|meta)"),
+}
+LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "copies", "steps")
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    **{
+        f"{name}, {label}": (name, *wrong)
+        for name in LISTS
+        for label, wrong in WRONG_LISTS.items()
+        # A step count is one number.
+        if name != "steps" or label not in ("gaps", "strides", "expanded")
+    },
+    "no moments": ("exp_avgs", lambda _: [], "exp_avgs must be a list of 5 .* params .*got 0"),
+    "maxima": ("max_exp_avg_sqs", lambda _: [torch.ones(7)], "of 5 tensors.* or empty, got 1"),
+    "decays": ("weight_decays", lambda given: given[:2], "weight_decays must be such that"),
+    "draws": ("draws", lambda _: [1, 0, 1], "draws must be such that"),
+    "factor": ("grad_factor", lambda _: torch.ones(2), r"grad_factor must be of shape \[\] or \[1"),
+    "found": ("found_inf", lambda _: torch.ones(()).int(), "found_inf must have dtype float32"),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("label", REFUSED)
+def test_adamw_refuses_lists_that_do_not_fit_and_writes_nothing(
+    label: str, backend: str | None
+) -> None:
+    name, change, words = REFUSED[label]
+    given = arguments("adamw", "transposed", torch.float64)
+    given[name] = change(given[name])
+    real = [each for each in tensors_in(list(given.values())) if not each.is_meta]
+    before = [each.clone() for each in real]
+    with (
+        fusedops.use_backend(backend),
+        pytest.raises((TypeError, ValueError), match=f"adamw: .*({words})"),
+    ):
+        operator("adamw")(*given.values())
+    assert all(torch.equal(a, b) for a, b in zip(real, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "words"),
+    [(1, -1, "base"), (1, -(2**63), "base"), (2, 0, "run"), (3, -4, "pitch")],
+)
+def test_adamw_refuses_draws_outside_of_the_parameter(place: int, number: int, words: str) -> None:
+    given = arguments("adamw", "draws", BF16)
+    operator("adamw")(*given.values())
+    given["draws"][4 + place] = number
+    with pytest.raises(ValueError, match=f"adamw: {words} must be such that"):
+        operator("adamw")(*given.values())
+
+
+@pytest.mark.skipif(extension.cpu_library() is not None, reason="the kernel is the C++ one")
+def test_element_numbers_past_2_to_the_63_wrap_around() -> None:
+    """The words of the last elements are those of their number modulo 2**64."""
+    given = arguments("adamw", "draws", BF16)
+    given["draws"] = [7, 2**63 - 5, 3, 2**62] * 5
+    operator("adamw")(*given.values())
+    assert all(bool(each.isfinite().all()) for each in given["params"])
+
+
+@pytest.mark.parametrize("kind", ["meta", torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_square_sums_refuses_other_devices_and_dtypes(kind: Any) -> None:
+    words = "must be on cpu" if kind == "meta" else "must have dtype"
+    with pytest.raises((TypeError, ValueError), match=rf"square_sums: inputs\[1\] {words}"):
+        operator("square_sums")([torch.ones(3), torch.ones(3).to(kind)])
+
+
+def test_fake_kernels_hold_lists_to_the_contract() -> None:
+    for sample_name in ("plain", "master weights"):
+        given = arguments("adamw", sample_name)
+        meta = pytree.tree_map_only(torch.Tensor, lambda each: each.to("meta"), given)
+        assert operator("adamw")(*meta.values()) is None
+        meta["exp_avgs"] = meta["exp_avgs"][:-1]
+        with pytest.raises(ValueError, match="adamw: exp_avgs must be a list of 5 tensors"):
+            operator("adamw")(*meta.values())
+    (sums,) = tensors_in(operator("square_sums")([torch.ones(3, device="meta")] * 2))
+    assert sums.shape == (2,) and sums.dtype == torch.float64
+
+
+def test_numbers_in_float64_beside_the_data_do_not_keep_adamw_from_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(extension, "triton_missing", lambda: None)
+    monkeypatch.setattr(env, "triton_interpreted", lambda: True)
+    monkeypatch.setitem(backends._ORDER, "cpu", ("triton", "torch"))
+    for sample in multi_tensor_specs()["adamw"].calls(CPU, F32):
+        names = [argument.name for argument in operator("adamw")._schema.arguments]
+        given = dict(zip(names, sample.args, strict=True))
+        given["grad_factor"] = torch.tensor(0.5, dtype=torch.float64)
+        assert backends.resolve("adamw", *given.values()).backend == "triton"
+        given["params"] = [each.double() for each in given["params"]]
+        assert backends.resolve("adamw", *given.values()).backend == "torch"

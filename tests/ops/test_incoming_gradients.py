@@ -7,6 +7,7 @@ strides; and all digits of an incoming gradient count, whatever the dtype of the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from comparing import assert_within_budget
 from covering import covering
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core.generators import seed_generators
@@ -60,72 +62,75 @@ def with_gradients_of(sample: Sample, indices: set[int]) -> Sample:
 
 
 def subsets_of_leaves(sample: Sample) -> list[set[int]]:
-    """Return all leaves, each alone, and all but each."""
+    """Return all leaves, each alone, and all but each; no subset twice."""
     everything = set(range(len(sample.leaves)))
-    alone = [{index} for index in everything]
-    missing = [everything - only for only in alone]
-    return [subset for subset in (everything, *alone, *missing) if subset]
+    subsets = [everything]
+    for only in ({index} for index in everything):
+        subsets += [subset for subset in (only, everything - only) if subset not in subsets]
+    return [subset for subset in subsets if subset]
 
 
 def described(result: Any) -> list[Any]:
     """Return shape, dtype and strides of each tensor; a dim of one element has no stride."""
     results = result if isinstance(result, (tuple, list)) else [result]
-    return [
-        value
-        if value is None
-        else (
-            tuple(value.shape),
-            value.dtype,
-            [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
-            if value.numel()
-            else [],
-        )
-        for value in results
-    ]
+    found: list[Any] = []
+    for value in results:
+        if value is None:
+            found.append(None)
+            continue
+        pairs = zip(value.stride(), value.shape, strict=True)
+        strides = [stride for stride, size in pairs if size > 1 and value.numel()]
+        found.append((tuple(value.shape), value.dtype, strides))
+    return found
+
+
+FAKES = FakeTensorMode()
+
+
+@torch.no_grad()
+def assert_laid_out_as_the_fake(func: Any, args: tuple[Any, ...], where: str) -> None:
+    result = func(*args)
+    with FAKES:
+        fake = func(*pytree.tree_map_only(torch.Tensor, FAKES.from_tensor, args))
+    assert described(result) == described(fake), where
 
 
 @each_run
 def test_gradients_are_laid_out_as_the_fakes_say(backend: str, spec: Spec, sample: Sample) -> None:
-    for subset in subsets_of_leaves(sample):
-        call = with_gradients_of(sample, subset)
-        with fusedops.use_backend(backend):
+    with fusedops.use_backend(backend):
+        for subset in subsets_of_leaves(sample):
+            call = with_gradients_of(sample, subset)
             outputs = floating(spec.op(*call.args, **call.kwargs))
-        for index, (output, grad) in enumerate(zip(outputs, incoming(outputs), strict=True)):
-            if not output.requires_grad:
-                continue
-            with RecordOps() as recorded, fusedops.use_backend(backend):
-                torch.autograd.grad(
-                    output, call.leaves, transposed(grad), retain_graph=True, allow_unused=True
-                )
-            for func, args in recorded.calls:
-                with torch.no_grad(), fusedops.use_backend(backend):
-                    result = func(*args)
-                with torch.no_grad(), FakeTensorMode() as mode:
-                    fake = func(
-                        *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
+            for index, (output, grad) in enumerate(zip(outputs, incoming(outputs), strict=True)):
+                if not output.requires_grad:
+                    continue
+                with RecordOps() as recorded:
+                    torch.autograd.grad(
+                        output, call.leaves, transposed(grad), retain_graph=True, allow_unused=True
                     )
-                where = f"{func}, gradients of {subset}, incoming that of output {index}"
-                assert described(result) == described(fake), where
+                for func, args in recorded.calls:
+                    where = f"{func}, gradients of {subset}, incoming that of output {index}"
+                    assert_laid_out_as_the_fake(func, args, where)
 
 
 def wide_outputs(spec: Spec, sample: Sample) -> Iterator[Sample]:
     """Yield the call with some of its tensors in half precision, where an output is float32."""
-    tensors = [tensor for tensor in sample.tensors if tensor.is_floating_point()]
-    for half in HALF:
-        for kept in (None, *tensors):
-
-            def change(tensor: torch.Tensor, half=half, kept=kept) -> torch.Tensor:
-                if not tensor.is_floating_point() or tensor is kept:
-                    return tensor
-                return tensor.detach().to(half).requires_grad_(tensor.requires_grad)
-
-            call = sample.map(change)
-            try:
-                outputs = floating(spec.op(*call.args, **call.kwargs))
-            except TypeError:  # the op does not take such a mixture
-                continue
-            if any(out.dtype == torch.float32 and out.requires_grad for out in outputs):
-                yield call
+    floats = [tensor for tensor in sample.tensors if tensor.is_floating_point()]
+    for half, kept in itertools.product(HALF, (None, *floats)):
+        narrow = {id(tensor) for tensor in floats if tensor is not kept}
+        call = sample.map(
+            lambda tensor, half=half, narrow=narrow: (
+                tensor.detach().to(half).requires_grad_(tensor.requires_grad)
+                if id(tensor) in narrow
+                else tensor
+            )
+        )
+        try:
+            outputs = floating(spec.op(*call.args, **call.kwargs))
+        except TypeError:  # the op does not take such a mixture
+            continue
+        if any(out.dtype == torch.float32 and out.requires_grad for out in outputs):
+            yield call
 
 
 @each_run

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 
 from fusedops._core import extension
+from fusedops.ops._weight_gradients import summed
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import fresh, run
 from fusedops.specs.recorder import RecordOps
@@ -73,10 +75,11 @@ CASES = [
 
 def recorded(operator: str, sample_name: str) -> tuple[Any, dict[str, Any]]:
     """Return an operator and the arguments, by name, that a sample calls it with."""
-    spec = all_specs()[operator.removesuffix("_backward")]
-    samples = spec.samples(torch.device("cpu"), torch.float32)
+    spec = all_specs()[operator.removesuffix("_backward").removesuffix("_add_gradients")]
+    dtype = torch.bfloat16 if operator.endswith("_add_gradients") else torch.float32
+    samples = spec.samples(torch.device("cpu"), dtype)
     (sample,) = [each for each in samples if each.name == sample_name]
-    with RecordOps() as heard:
+    with RecordOps() as heard, summed(operator.endswith("_add_gradients")):
         run(spec.op, fresh(sample))
     func, args = next(call for call in heard.calls if call[0]._opname == operator)
     names = [argument.name for argument in func._schema.arguments]
@@ -110,48 +113,37 @@ def test_choices_handed_in_are_looked_through_before_a_drop_counts_them() -> Non
             func(*arguments.values())
 
 
-def test_a_gate_without_its_up_is_made_again() -> None:
-    func, arguments = recorded("linear_glu_backward", "default")
-    want = func(*arguments.values())
-    for name in ("gate", "up"):
-        got = func(*{**arguments, name: arguments[name].new_empty(0)}.values())
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize(
-    ("operator", "buffer", "shape"),
+    ("operator", "kept"),
+    [("linear_glu", "gate"), ("linear_glu", "up"), ("linear_act", "preactivation")],
+)
+def test_preactivations_that_were_not_kept_are_made_again(operator: str, kept: str) -> None:
+    func, arguments = recorded(f"{operator}_backward", "gelu")
+    want = func(*arguments.values())
+    arguments[kept] = arguments[kept].new_empty(0)
+    assert_same_bits(func(*arguments.values()), want)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "spread"])
+@pytest.mark.parametrize(
+    ("operator", "buffer"),
     [
-        ("moe_mlp", "into_w1", (3, 8, 9)),
-        ("moe_mlp", "into_b2", (3, 5)),
-        ("grouped_mm", "into_weight", (3, 8, 9)),
-        ("grouped_mm", "into_bias", (2, 10)),
+        ("moe_mlp_add_gradients", "into_w1"),
+        ("moe_mlp_add_gradients", "into_b2"),
+        ("grouped_mm_add_gradients", "into_weight"),
+        ("grouped_mm_add_gradients", "into_bias"),
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused(
-    operator: str, buffer: str, shape: tuple[int, ...]
-) -> None:
+def test_a_buffer_that_does_not_fit_is_refused(operator: str, buffer: str, change: str) -> None:
     """Neither one of another shape nor one that is spread over memory that is not its own."""
-    x, ends = torch.randn(4, 8), torch.tensor([1, 2, 4], dtype=torch.int32)
-    w1, w2 = torch.randn(3, 8, 10), torch.randn(3, 5, 6)
-    if operator == "grouped_mm":
-        call = [torch.randn(4, 10), x, w1, ends, None, x.new_empty(0), "identity", False, [True]]
-        places, sizes = ["into_weight", "into_bias"], [w1.shape, (3, 10)]
-    else:
-        order = torch.arange(4, dtype=torch.int32)
-        plan = torch.ones(4, 1), order, order.view(4, 1), ends
-        kept = x.new_empty(0, 10)
-        flags = ["silu", True, False, False, [True, True]]
-        call = [torch.randn(4, 6), x, *plan, w1, w2, None, None, kept, *flags]
-        places, sizes = [f"into_{each}" for each in ("w1", "w2", "b1", "b2")], [w1.shape, w2.shape]
-        sizes += [(3, 10), (3, 6)]
-    func = getattr(torch.ops.fusedops, f"{operator}_add_gradients")
-    right = {place: torch.zeros(size) for place, size in zip(places, sizes, strict=True)}
-    func(*right.values(), *call)
-    assert all(each.any() for each in right.values())
-    with pytest.raises(ValueError, match=buffer):
-        func(*{**right, buffer: torch.zeros(shape)}.values(), *call)
-    with pytest.raises(TypeError, match=buffer):
-        func(*{**right, buffer: right[buffer].double()}.values(), *call)
-    spread = torch.zeros(right[buffer].shape[:-1] + (1,)).expand_as(right[buffer])
-    with pytest.raises(ValueError, match="must be dense"):
-        func(*{**right, buffer: spread}.values(), *call)
+    func, arguments = recorded(operator, "biases" if operator.startswith("moe") else "bias")
+    func(*arguments.values())
+    right = arguments[buffer]
+    wrong = {
+        "shape": right[..., 1:].contiguous(),
+        "dtype": right.double(),
+        "spread": right[..., :1].expand_as(right),
+    }
+    arguments[buffer] = wrong[change]
+    with pytest.raises((TypeError, ValueError), match=f"{buffer}|must be dense"):
+        func(*arguments.values())

@@ -12,7 +12,7 @@ from comparing import assert_close
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
 from fusedops.bench.peers import PACKAGES, Peer, peers_of
-from fusedops.specs import Sample, Spec, all_specs, tensors_in
+from fusedops.specs import Spec, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, floating, fresh, incoming, truth
 
 PEERS = [
@@ -24,6 +24,13 @@ PEERS = [
 each_peer = pytest.mark.parametrize(
     ("spec", "label"), PEERS, ids=[f"{spec.name}-{label}" for spec, label in PEERS]
 )
+
+# Samples of attention that its adapter for torch's flex attention takes, one of each kind.
+FLEX = {
+    *("plain", "causal", "causal_more_queries", "scale", "grouped", "window", "window_left"),
+    *("softcap", "softcap_with_mask", "boolean_mask", "padding_mask", "additive_mask"),
+    "mask_and_causal",
+}
 
 
 def installed(spec: Spec, label: str) -> Peer:
@@ -37,9 +44,8 @@ def installed(spec: Spec, label: str) -> Peer:
 
 @each_peer
 def test_an_installed_peer_has_what_its_adapter_imports(spec: Spec, label: str) -> None:
-    assert callable(installed(spec, label).load()) or hasattr(
-        installed(spec, label).load(), "apply"
-    )
+    loaded = installed(spec, label).load()
+    assert callable(loaded) or hasattr(loaded, "apply")
 
 
 @each_peer
@@ -62,44 +68,39 @@ def test_an_absent_peer_says_so(spec: Spec, label: str, monkeypatch: pytest.Monk
         peer(*sample.args, **sample.kwargs)
 
 
-def assert_matches_float64(spec: Spec, label: str, sample: Sample) -> None:
-    """Compare a peer with float64, twice, on inputs that it leaves as they were or says so."""
-    peer = installed(spec, label)
-    exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
-    for _ in range(2):
-        call = fresh(sample)
-        before = [tensor.detach().clone() for tensor in call.tensors]
-        outputs = tensors_in(peer(*call.args, **call.kwargs))
-        wide = floating(outputs)
-        grads_out = incoming(wide)
-        kept = [grad.clone() for grad in grads_out]
-        trains = bool(call.leaves) and all(output.requires_grad for output in wide)
-        grads = torch.autograd.grad(wide, call.leaves, grads_out) if trains else ()
-        pairs = zip((*outputs, *grads), exact.outputs + exact.grads, strict=False)
-        for i, (got, want) in enumerate(pairs):
-            base = (eager.outputs + eager.grads)[i]
-            assert_close(got, want, base, f"{spec.name} of {label}, result {i}", 64 * want.numel())
-        if peer.overwrites:
-            continue
-        assert all(map(torch.equal, before, call.tensors)), "the inputs were overwritten"
-        assert all(map(torch.equal, kept, grads_out)), "the gradients were overwritten"
+def assert_matches_float64(spec: Spec, label: str, device: str, dtype: torch.dtype) -> set[str]:
+    """Compare a peer with float64, twice, on inputs that it leaves as they were or says so.
 
-
-def samples_for(spec: Spec, label: str, device: str, dtype: torch.dtype) -> list[Sample]:
-    """Return the samples that the peer takes, small ones with elements."""
-    found = []
+    Small samples with elements are tried; the names of those that the peer takes are returned.
+    """
+    peer, taken = installed(spec, label), set()
     for sample in spec.samples(torch.device(device), dtype):
         sizes = [tensor.numel() for tensor in sample.tensors]
-        flat = sample.args[0].dim() < 2
-        if sample.random or flat or 0 in sizes or max(sizes) > 4096:
+        if sample.random or sample.args[0].dim() < 2 or 0 in sizes or max(sizes) > 4096:
             continue
-        plain = sample.map(torch.Tensor.detach)
-        try:
-            installed(spec, label)(*plain.args, **plain.kwargs)
-        except UnsupportedError:
-            continue
-        found.append(sample)
-    return found
+        exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+        for _ in range(2):
+            call = fresh(sample)
+            before = [tensor.detach().clone() for tensor in call.tensors]
+            try:
+                outputs = tensors_in(peer(*call.args, **call.kwargs))
+            except UnsupportedError:
+                break
+            taken.add(sample.name)
+            wide = floating(outputs)
+            grads_out = incoming(wide)
+            kept = [grad.clone() for grad in grads_out]
+            trains = bool(call.leaves) and all(output.requires_grad for output in wide)
+            grads = torch.autograd.grad(wide, call.leaves, grads_out) if trains else ()
+            pairs = zip((*outputs, *grads), exact.outputs + exact.grads, strict=False)
+            for i, (got, want) in enumerate(pairs):
+                base, depth = (eager.outputs + eager.grads)[i], 64 * want.numel()
+                assert_close(got, want, base, f"{spec.name} of {label}, result {i}", depth)
+            if not peer.overwrites:
+                assert all(map(torch.equal, before, call.tensors)), "the inputs were overwritten"
+                assert all(map(torch.equal, kept, grads_out)), "the gradients were overwritten"
+    assert taken
+    return taken
 
 
 @pytest.mark.interpreter
@@ -110,30 +111,27 @@ def test_values_of_liger_in_the_interpreter(spec: Spec, label: str) -> None:
     from triton.runtime.errors import InterpreterError
 
     try:
-        found = samples_for(spec, label, "cpu", torch.float32)
-        assert found
-        for sample in found:
-            assert_matches_float64(spec, label, sample)
+        assert_matches_float64(spec, label, "cpu", torch.float32)
     except InterpreterError as error:
         pytest.skip(f"the interpreter cannot run it: {error}")
 
 
 def test_values_of_flex_attention_without_compilation() -> None:
-    spec = all_specs()["attention"]
-    found = samples_for(spec, "flex", "cpu", torch.float32)
-    assert {"plain", "causal", "window", "softcap", "grouped"} <= {each.name for each in found}
-    for sample in found:
-        peer = installed(spec, "flex")
+    """Of the forward: its gradients are those of eager torch there."""
+    spec, taken = all_specs()["attention"], set()
+    peer = installed(spec, "flex")
+    for sample in spec.samples(torch.device("cpu"), torch.float32):
+        if sample.name not in FLEX:
+            continue
         got = peer(*sample.map(torch.Tensor.detach).args, **sample.kwargs)
         exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
         assert_close(got, exact.outputs[0], eager.outputs[0], sample.name, 64 * got.numel())
+        taken.add(sample.name)
+    assert taken == FLEX
 
 
 @pytest.mark.gpu
 @each_peer
 def test_values_on_a_gpu(spec: Spec, label: str) -> None:
     assert not env.triton_interpreted()
-    found = samples_for(spec, label, "cuda", torch.bfloat16)
-    assert found
-    for sample in found:
-        assert_matches_float64(spec, label, sample)
+    assert_matches_float64(spec, label, "cuda", torch.bfloat16)

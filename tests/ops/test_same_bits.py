@@ -34,37 +34,24 @@ def leaves(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     ]
 
 
-def offsets(*sizes: int) -> torch.Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def experts(dtype: torch.dtype) -> Sample:
-    x, w1, w2, b1, b2 = leaves(dtype, (301, 200), (7, 200, 260), (7, 130, 90), (7, 260), (7, 90))
-    plan = _routing.plan(301, 2, 7, device=CPU, dtype=dtype, pattern="dropped")
-    return Sample("experts", (x, plan, w1, w2, b1, b2))
-
-
-def groups(dtype: torch.dtype) -> Sample:
-    x, weight = leaves(dtype, (305, 200), (4, 200, 130))
-    return Sample("groups", (x, weight, offsets(100, 3, 0, 200)), {"activation": "silu"})
-
-
-# Label -> op, and its arguments: shapes of leaves and options, or a function of the dtype.
-THREADED: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "linear_act": ("linear_act", [(301, 200), (130, 200), (130,)], {"activation": "gelu"}),
-    "linear_glu": ("linear_glu", [(301, 200), (130, 200), (130, 200)], {"activation": "gelu"}),
-    "mlp": ("mlp", [(201, 60), (130, 60), (130,), (50, 130), (50,)], {"recompute": True}),
-    "baddbmm": ("baddbmm", [(3, 1, 130), (2, 3, 200, 64), (3, 64, 130)], {"alpha": 0.125}),
-    "grouped_mm": ("grouped_mm", groups, {}),
-    "moe_mlp": ("moe_mlp", experts, {}),
-    "few heads": ("attention", [(1, 1, 70, 16), (1, 1, 3000, 16), (1, 1, 3000, 16)], {}),
-    "few heads, odd": ("attention", [(1, 1, 70, 16), (1, 1, 4097, 16), (1, 1, 4097, 16)], {}),
+PLAN_OF_MANY = _routing.plan(301, 2, 7, device=CPU, dtype=F32, pattern="dropped")
+ENDS = torch.tensor([100, 103, 103, 303], dtype=torch.int32)
+# Label, which begins with the op's name -> shapes of the leaves and other arguments, options.
+THREADED: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "linear_act": ([(301, 200), (130, 200), (130,)], {"activation": "gelu"}),
+    "linear_glu": ([(301, 200), (130, 200), (130, 200)], {"activation": "gelu"}),
+    "mlp": ([(201, 60), (130, 60), (130,), (50, 130), (50,)], {"recompute": True}),
+    "baddbmm": ([(3, 1, 130), (2, 3, 200, 64), (3, 64, 130)], {"alpha": 0.125}),
+    "grouped_mm": ([(305, 200), (4, 200, 130), ENDS], {"activation": "silu"}),
+    "moe_mlp": ([(301, 200), PLAN_OF_MANY, (7, 200, 260), (7, 130, 90), (7, 260), (7, 90)], {}),
+    "attention, few heads": ([(1, 1, 70, 16), (1, 1, 3000, 16), (1, 1, 3000, 16)], {}),
+    "attention, odd": ([(1, 1, 70, 16), (1, 1, 4097, 16), (1, 1, 4097, 16)], {}),
     **{
-        f"sum over {rows} rows": ("bias_gelu", [(rows, columns), (columns,)], {})
+        f"bias_gelu, sum over {rows} rows": ([(rows, columns), (columns,)], {})
         for rows, columns in ((3, 5000), (40, 600), (300, 130), (3000, 24))
     },
     **{
-        f"gradient of mask {shape}": ("scaled_masked_softmax", [(500, 4, 3, 9), shape], {})
+        f"scaled_masked_softmax, gradient of mask {shape}": ([(500, 4, 3, 9), shape], {})
         for shape in ((9,), (4, 1, 9), (4, 3, 9), (1, 1))
     },
 }
@@ -73,15 +60,18 @@ THREADED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("label", THREADED)
 def test_any_number_of_threads(label: str, dtype: torch.dtype) -> None:
-    name, shapes, options = THREADED[label]
-    made = callable(shapes)
-    sample = shapes(dtype) if made else Sample("x", tuple(leaves(dtype, *shapes)), options)
+    given, options = THREADED[label]
+    args = [
+        randn(*each, device=CPU, dtype=dtype, key=str(i)) if isinstance(each, tuple) else each
+        for i, each in enumerate(given)
+    ]
+    spec, sample = all_specs()[label.split(",")[0]], Sample(label, tuple(args), options)
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            results.append(run(all_specs()[name].op, sample))
+            results.append(run(spec.op, sample))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -226,16 +216,15 @@ def test_recomputation(name: str, use_reentrant: bool) -> None:
         normed, summed = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         return normed * summed
 
-    def result(wraps: bool) -> list[torch.Tensor]:
+    results = []
+    for call in (functools.partial(checkpoint, block, use_reentrant=use_reentrant), block):
         seed_generators(5)
-        again = functools.partial(checkpoint, block, use_reentrant=use_reentrant)
-        output = again(*inputs) if wraps else block(*inputs)
+        output = call(*inputs)
         for leaf in inputs:
             leaf.grad = None
         output.sum().backward()
-        return [output, *(leaf.grad for leaf in inputs)]
-
-    assert_same_bits(result(True), result(False))
+        results.append([output, *(leaf.grad for leaf in inputs)])
+    assert_same_bits(*results)
 
 
 def apart(values: torch.Tensor, *strides: int) -> torch.Tensor:
@@ -250,11 +239,17 @@ def apart(values: torch.Tensor, *strides: int) -> torch.Tensor:
 
 FAR, MIDWAY = 2**31 + 64, 2**30 + 64  # 32 bits count the elements from one to the next, or not
 PLAN = _routing.plan(2, 1, 2, device=CPU, dtype=BF16)
-# Ops whose rows ``test_all_ops.py`` does not move apart: the call with one argument of these
-# strides.
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).bfloat16()
+
+
+# Ops whose rows ``test_all_ops.py`` does not move apart: the call with one argument, whose shape
+# and strides follow.
 DISTANT: dict[str, tuple[Op, tuple[int, ...], tuple[int, ...]]] = {
     "baddbmm, batch1": (
-        lambda a: fusedops.baddbmm(torch.ones(5).bfloat16(), a, torch.ones(2, 4, 5).bfloat16()),
+        lambda a: fusedops.baddbmm(ones(5), a, ones(2, 4, 5)),
         (2, 3, 4),
         (FAR, 4, 1),
     ),
@@ -268,12 +263,12 @@ DISTANT: dict[str, tuple[Op, tuple[int, ...], tuple[int, ...]]] = {
 }
 COLUMNS: dict[str, tuple[Op, tuple[int, ...], tuple[int, ...]]] = {
     "baddbmm, batch2": (
-        lambda b: fusedops.baddbmm(torch.ones(3).bfloat16(), torch.ones(1, 2, 4).bfloat16(), b),
+        lambda b: fusedops.baddbmm(ones(3), ones(1, 2, 4), b),
         (1, 4, 3),
         (4, 1, MIDWAY),
     ),
     "baddbmm, addend": (
-        lambda x: fusedops.baddbmm(x, *(torch.ones(1, 2, 2).bfloat16() for _ in range(2))),
+        lambda x: fusedops.baddbmm(x, ones(1, 2, 2), ones(1, 2, 2)),
         (2, 2),
         (1, MIDWAY),
     ),

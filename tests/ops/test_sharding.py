@@ -1,4 +1,4 @@
-"""DTensor: every op runs on sharded rows without communication and equals the single process."""
+"""DTensor: ops run on shards without communication, or sum numbers, and equal one process."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparing import assert_close
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
+import fusedops
+from fusedops import moe_route, moe_router_loss
 from fusedops.specs import Sample, Spec, _routing, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, fresh, incoming, run, truth
+from fusedops.specs.make import randn_on
+from fusedops.testing import threads
 
-WORLD = 2
+pytestmark = pytest.mark.distributed
+WORLD, CPU = 2, torch.device("cpu")
+new = randn_on(CPU, torch.float32)
+Placements = dict[tuple[int, ...], Any]  # shape of a tensor -> its placement; others are replicated
 
 
-def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any]) -> Sample:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def on_ranks(function: Callable[[DeviceMesh, int], None]) -> None:
+    """Call a function with a mesh of all ranks and the rank, on each rank."""
+    threads.run(lambda rank: function(init_device_mesh("cpu", (WORLD,)), rank), WORLD)
 
+
+def placed_as(tensor: torch.Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+    """Return a DTensor of values that the ranks, which are threads, do not share."""
+    own = tensor.detach().clone()
+    return distribute_tensor(own, mesh, [placement]).requires_grad_(tensor.requires_grad)
+
+
+def distributed(sample: Sample, mesh: DeviceMesh, placements: Placements) -> Sample:
     first = sample.args[0].shape
 
     def place(tensor: torch.Tensor) -> Any:
@@ -25,19 +45,16 @@ def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any
         by_rows = placements.get(tuple(first)) == Shard(0)
         of_rows = by_rows and not tensor.is_floating_point() and tensor.shape == first[:-1]
         placement = placements.get(tuple(first if of_rows else tensor.shape), Replicate())
-        placed = distribute_tensor(tensor.detach(), mesh, [placement])
-        return placed.requires_grad_(tensor.requires_grad)
+        return placed_as(tensor, mesh, placement)
 
     return sample.map(place)
 
 
-def _assert_as_one_process(
-    spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], expect: Any
+def assert_as_one_process(
+    spec: Spec, sample: Sample, mesh: DeviceMesh, placements: Placements, expect: Any
 ) -> None:
-    from torch.distributed.tensor import distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    placed = _distribute(sample, mesh, placements)
+    """Compare a call of DTensors that communicates nothing, whose outputs have a placement."""
+    placed = distributed(sample, mesh, placements)
     with CommDebugMode() as communication:
         outputs = tensors_in(spec.op(*placed.args, **placed.kwargs))
     counts = communication.get_comm_counts()
@@ -45,7 +62,7 @@ def _assert_as_one_process(
     for output in outputs:
         assert output.placements == (expect,), f"{spec.name}: {output.placements}"
     grads_out = [
-        distribute_tensor(grad, mesh, [expect])
+        placed_as(grad, mesh, expect)
         for grad in incoming(tuple(output.full_tensor() for output in outputs))
     ]
     grads = torch.autograd.grad(outputs, placed.leaves, grads_out) if placed.leaves else ()
@@ -58,169 +75,187 @@ def _assert_as_one_process(
         assert_close(grad.full_tensor(), exact.grads[i], eager.grads[i], name, terms)
 
 
-def _rows_worker(rank: int, names: list[str]) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "name", [name for name, spec in all_specs().items() if spec.rows_are_independent]
+)
+def test_rows_are_sharded(name: str) -> None:
+    spec = all_specs()[name]
 
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for name in names:
-        spec = all_specs()[name]
-        for sample in spec.samples(torch.device("cpu"), torch.float32):
+    def on_rank(mesh: DeviceMesh, rank: int) -> None:
+        for sample in spec.samples(CPU, torch.float32):
             shape = tuple(sample.args[0].shape)
             if sample.random or len(shape) < 2 or shape[0] < WORLD or shape[-1] < 2:
                 continue
             if all(output.shape[:1] == shape[:1] for output in run(spec.op, fresh(sample)).outputs):
-                _assert_as_one_process(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
-            _assert_as_one_process(spec, sample, mesh, {}, Replicate())
+                assert_as_one_process(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
+            assert_as_one_process(spec, sample, mesh, {}, Replicate())
+
+    on_ranks(on_rank)
 
 
-# Two parts, for two workers: starting two processes takes longer (8 s of processor time) than ops.
-_NAMES = [name for name, spec in all_specs().items() if spec.rows_are_independent]
-_PARTS = [_NAMES[i::2] for i in range(2)]
+ENDS = torch.tensor([4, 4, 7], dtype=torch.int32)
+PLAN = _routing.plan(9, 2, 3, device=CPU, dtype=torch.float32)
+# Arguments of the cases: the shapes of their tensors stand for them.
+LINEAR = (new(5, 12), new(8, 12), new(8))
+GLU = (new(5, 12), new(8, 12), new(8, 12, key="up"))
+BIASED = (new(4, 6, 8), new(8))
+BATCHES = (new(4, 1, 7), new(2, 4, 5, 6), new(2, 4, 6, 7))
+GROUPS = (new(9, 6), new(3, 6, 8), ENDS, new(3, 8))
+EXPERTS = (new(9, 6), PLAN, new(3, 6, 16), new(3, 8, 10))
+# Label, which begins with the op's name -> arguments, placements, and that of the result.
+CASES: dict[str, tuple[tuple[Any, ...], Placements, Any]] = {
+    "linear_act, columns": (LINEAR, {(8, 12): Shard(0), (8,): Shard(0)}, Shard(1)),
+    "linear_glu, columns": (GLU, {(8, 12): Shard(0)}, Shard(1)),
+    "bias_gelu, sequence": (BIASED, {(4, 6, 8): Shard(1)}, Shard(1)),
+    "bias_gelu, columns": (BIASED, {(4, 6, 8): Shard(2), (8,): Shard(0)}, Shard(2)),
+    "baddbmm, heads": (
+        BATCHES,
+        {(4, 1, 7): Shard(0), (2, 4, 5, 6): Shard(1), (2, 4, 6, 7): Shard(1)},
+        Shard(1),
+    ),
+    "baddbmm, batch": (BATCHES, {(2, 4, 5, 6): Shard(0), (2, 4, 6, 7): Shard(0)}, Shard(0)),
+    "baddbmm, columns": (BATCHES, {(4, 1, 7): Shard(2), (2, 4, 6, 7): Shard(3)}, Shard(3)),
+    "grouped_mm, columns": (GROUPS, {(3, 6, 8): Shard(2), (3, 8): Shard(1)}, Shard(1)),
+    "grouped_mm, replicated": (GROUPS, {}, Replicate()),
+    "moe_mlp, columns": (EXPERTS, {(3, 8, 10): Shard(2)}, Shard(1)),
+    "moe_mlp, replicated": (EXPERTS, {}, Replicate()),
+}
+OPTIONS = {"grouped_mm": {"activation": "silu"}, "moe_mlp": {"interleaved": True}}
 
 
-@pytest.mark.ci
-@pytest.mark.distributed
-@pytest.mark.parametrize("names", _PARTS, ids=["even", "odd"])
-def test_sharded_rows_need_no_communication(
-    names: list[str], on_new_world: Callable[..., Any]
-) -> None:
-    on_new_world(_rows_worker, names)
+@pytest.mark.parametrize("label", CASES)
+def test_columns_heads_and_batches_are_sharded(label: str) -> None:
+    args, placements, expect = CASES[label]
+    name = label.split(",")[0]
+    sample = Sample(label, args, OPTIONS.get(name, {}))
+    on_ranks(
+        lambda mesh, _: assert_as_one_process(all_specs()[name], sample, mesh, placements, expect)
+    )
 
 
-def _column_worker(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
+@pytest.mark.parametrize("name", ["moe_permute", "moe_unpermute"])
+def test_rows_of_experts_are_sharded_by_columns(name: str) -> None:
+    spec = all_specs()[name]
 
-    mesh = init_device_mesh("cpu", (WORLD,))
-    torch.manual_seed(0)
-    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((5, 12), (8, 12), (8,))]
-    sample = Sample("columns", tuple(leaves))
-    placements = {(8, 12): Shard(0), (8,): Shard(0)}
-    _assert_as_one_process(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
-    gated = Sample("columns", (*leaves[:2], torch.randn(8, 12, requires_grad=True)))
-    _assert_as_one_process(all_specs()["linear_glu"], gated, mesh, {(8, 12): Shard(0)}, Shard(1))
-    shapes = ((4, 6, 8), (8,))
-    sample = Sample("bias", tuple(torch.randn(*shape, requires_grad=True) for shape in shapes))
-    for dim, of_bias in ((1, {}), (2, {shapes[1]: Shard(0)})):
-        placements = {shapes[0]: Shard(dim), **of_bias}
-        _assert_as_one_process(all_specs()["bias_gelu"], sample, mesh, placements, Shard(dim))
-
-
-@pytest.mark.distributed
-def test_columns_are_sharded_without_communication(
-    on_new_world: Callable[..., Any],
-) -> None:
-    on_new_world(_column_worker)
-
-
-def _batch_worker(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    torch.manual_seed(0)
-    shapes = ((4, 1, 7), (2, 4, 5, 6), (2, 4, 6, 7))
-    sample = Sample("heads", tuple(torch.randn(*shape, requires_grad=True) for shape in shapes))
-    heads = {shapes[0]: Shard(0), shapes[1]: Shard(1), shapes[2]: Shard(1)}
-    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, heads, Shard(1))
-    batch = {shapes[1]: Shard(0), shapes[2]: Shard(0)}
-    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, batch, Shard(0))
-    columns = {shapes[0]: Shard(2), shapes[2]: Shard(3)}
-    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, columns, Shard(3))
-
-
-@pytest.mark.distributed
-def test_baddbmm_shards_batch_heads_and_columns_without_communication(
-    on_new_world: Callable[..., Any],
-) -> None:
-    on_new_world(_batch_worker)
-
-
-def _moe_worker(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for name in ("moe_permute", "moe_unpermute"):
-        spec = all_specs()[name]
-        for sample in spec.samples(torch.device("cpu"), torch.float32):
+    def on_rank(mesh: DeviceMesh, rank: int) -> None:
+        for sample in spec.samples(CPU, torch.float32):
             rows, columns = sample.args[0].shape
             if rows >= WORLD and columns >= WORLD and columns % WORLD == 0:
-                _assert_as_one_process(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
-            _assert_as_one_process(spec, sample, mesh, {}, Replicate())
+                assert_as_one_process(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
+            assert_as_one_process(spec, sample, mesh, {}, Replicate())
 
-    gathered = torch.ops.fusedops.moe_relayout.default
-    wide = torch.randn(6, 8)
-    index, inverse = torch.tensor([[3, -1, 5], [-1, -1, -1]]).int().flatten(), torch.arange(6).int()
-    whole = gathered(wide, index, inverse)
-    for placement in (Shard(1), Replicate()):
-        placed_wide = distribute_tensor(wide, mesh, [placement])
-        maps = [distribute_tensor(each, mesh, [Replicate()]) for each in (index, inverse)]
-        moved = gathered(placed_wide, *maps)
-        assert moved.placements == (placement,) and torch.equal(moved.full_tensor(), whole)
-
-    # Parts of the experts' results, as tensor parallel experts give them, are combined as parts.
-    spec = all_specs()["moe_unpermute"]
-    sample = fresh(spec.samples(torch.device("cpu"), torch.float32)[0])
-    parts = torch.randn(WORLD, *sample.args[0].shape)
-    placed = _distribute(sample, mesh, {})
-    rows = DTensor.from_local(parts[rank], mesh, [Partial()]).requires_grad_()
-    output = spec.op(rows, placed.args[1])
-    assert output.placements == (Partial(),)
-    leaves = [rows, placed.args[1].probs]
-    grads = torch.autograd.grad(output.full_tensor().square().sum(), leaves)
-    whole = parts.sum(0).requires_grad_()
-    alone = spec.op(whole, sample.args[1])
-    wanted = torch.autograd.grad(alone.square().sum(), [whole, sample.args[1].probs])
-    pairs = zip((output, *grads), (alone, *wanted), strict=True)
-    for i, (got, want) in enumerate(pairs):
-        assert_close(got.full_tensor(), want.double(), want, f"result {i}", 999)
+    on_ranks(on_rank)
 
 
-@pytest.mark.distributed
-def test_moe_rows_are_sharded_by_columns_and_summed_in_parts_without_communication(
-    on_new_world: Callable[..., Any],
-) -> None:
-    on_new_world(_moe_worker)
-
-
-def _experts_worker(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    torch.manual_seed(0)
-    shapes = ((9, 6), (3, 6, 8), (3, 8))
-    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in shapes)
-    ends = torch.tensor([4, 4, 7], dtype=torch.int32)
-    sample = Sample("columns", (x, weight, ends, bias), {"activation": "silu"})
-    columns = {shapes[1]: Shard(2), shapes[2]: Shard(1)}
-    _assert_as_one_process(all_specs()["grouped_mm"], sample, mesh, columns, Shard(1))
-    _assert_as_one_process(all_specs()["grouped_mm"], sample, mesh, {}, Replicate())
-
-    # Tensor parallel experts: a hidden column, its gate and its factor lie on one rank.
-    spec = all_specs()["moe_mlp"]
-    plan = _routing.plan(9, 2, 3, device=torch.device("cpu"), dtype=torch.float32)
-    w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((3, 6, 16), (3, 8, 10)))
-    sample = Sample("inner", (x, plan, w1, w2), {"interleaved": True})
-    _assert_as_one_process(spec, sample, mesh, {}, Replicate())
-    _assert_as_one_process(spec, sample, mesh, {(3, 8, 10): Shard(2)}, Shard(1))
-    placed = _distribute(sample, mesh, {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)})
+def assert_partial(name: str, placed: Sample, alone: Sample) -> None:
+    """Compare a call whose results are parts of a sum, as tensor parallel experts give them."""
+    op = all_specs()[name].op
     with CommDebugMode() as communication:
-        output = spec.op(*placed.args, **placed.kwargs)
+        output = op(*placed.args, **placed.kwargs)
     assert output.placements == (Partial(),) and communication.get_total_counts() == 0
+    want = op(*alone.args, **alone.kwargs)
     grads = torch.autograd.grad(output.full_tensor().square().sum(), placed.leaves)
-    exact = fresh(sample, torch.float64)
-    alone = spec.eager(*exact.args, **exact.kwargs)
-    wanted = torch.autograd.grad(alone.square().sum(), exact.leaves)
-    for i, (got, want) in enumerate(zip((output, *grads), (alone, *wanted), strict=True)):
-        assert_close(got.full_tensor(), want.detach(), want.detach().float(), f"result {i}", 999)
+    wanted = torch.autograd.grad(want.square().sum(), alone.leaves)
+    pairs = zip((output, *grads), (want, *wanted), strict=True)
+    for i, (got, expected) in enumerate(pairs):
+        assert_close(got.full_tensor(), expected.double(), expected, f"result {i}", 999)
 
 
-@pytest.mark.distributed
-def test_experts_are_sharded_by_columns_and_by_hidden_columns_without_communication(
-    on_new_world: Callable[..., Any],
-) -> None:
-    on_new_world(_experts_worker)
+def test_parts_of_the_experts_results_are_combined_as_parts() -> None:
+    sample = all_specs()["moe_unpermute"].samples(CPU, torch.float32)[0]
+    parts = new(WORLD, *sample.args[0].shape, grad=False)
+
+    def on_rank(mesh: DeviceMesh, rank: int) -> None:
+        alone = fresh(Sample("parts", (parts.sum(0).requires_grad_(), sample.args[1])))
+        rows = DTensor.from_local(parts[rank], mesh, [Partial()]).requires_grad_()
+        placed = Sample("parts", (rows, distributed(alone, mesh, {}).args[1]))
+        assert_partial("moe_unpermute", placed, alone)
+
+    on_ranks(on_rank)
+
+
+def test_hidden_columns_of_experts_are_sharded_each_with_its_gate_and_factor() -> None:
+    sample = Sample("inner", EXPERTS, OPTIONS["moe_mlp"])
+    columns = {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)}
+    on_ranks(
+        lambda mesh, _: assert_partial("moe_mlp", distributed(sample, mesh, columns), fresh(sample))
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_sharded_rows_reduces_numbers_only(reduction: str) -> None:
+    logits, target = new(7, 33), torch.arange(7)
+    target[:3] = -100  # the ranks count differently
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": reduction}
+    want = fusedops.cross_entropy(logits, target, **options)
+    (want_grad,) = torch.autograd.grad(want, logits)
+
+    def on_rank(mesh: DeviceMesh, rank: int) -> None:
+        placed, where = (placed_as(each, mesh, Shard(0)) for each in (logits, target))
+        with CommDebugMode() as communication:
+            loss = fusedops.cross_entropy(placed, where, **options)
+            whole = loss.full_tensor()
+        counts = {str(op): n for op, n in communication.get_comm_counts().items()}
+        assert set(counts) == {"c10d_functional.all_reduce"}, counts  # of numbers, not of logits
+        (grad,) = torch.autograd.grad(loss, placed)
+        assert grad.placements == (Shard(0),)
+        torch.testing.assert_close(whole, want.detach())
+        torch.testing.assert_close(grad.full_tensor(), want_grad)
+
+    on_ranks(on_rank)
+
+
+def test_sharded_tokens_are_routed_where_they_are() -> None:
+    rule = ("softmax", False, 1.0, 1, 1, "max", 0.0, -1, "position")
+    logits, weights, grad, one = new(30, 6), torch.rand(1, 6), torch.randn(30, 2), torch.ones(())
+
+    def route(logits: Any, weights: Any) -> tuple[Any, Any, Any]:
+        probs, ids, _ = torch.ops.fusedops.moe_route(logits, None, None, None, None, 2, *rule)
+        loss = torch.ops.fusedops.moe_router_loss(logits, weights, None, None, "softmax")
+        return probs, ids, loss
+
+    probs, ids, loss = route(logits, weights)
+    (want,) = torch.autograd.grad([probs, loss], logits, [grad, one])
+
+    def on_rank(mesh: DeviceMesh, rank: int) -> None:
+        placed, placed_grad = (placed_as(each, mesh, Shard(0)) for each in (logits, grad))
+        placed_weights, placed_one = (placed_as(each, mesh, Replicate()) for each in (weights, one))
+        with CommDebugMode() as communication:
+            p, i, value = route(placed, placed_weights)
+            assert p.placements == i.placements == (Shard(0),) and value.placements == (Partial(),)
+            (first,) = torch.autograd.grad(p, placed, placed_grad)
+            (second,) = torch.autograd.grad(value, placed, placed_one)
+        assert communication.get_total_counts() == 0, communication.get_comm_counts()
+        assert torch.equal(i.full_tensor(), ids) and torch.equal(p.full_tensor(), probs)
+        assert_close(
+            value.full_tensor().detach(), loss.detach().double(), loss.detach(), "loss", 30
+        )
+        assert_close((first + second).full_tensor(), want.double(), want, "gradient", 30)
+
+    on_ranks(on_rank)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_routers_loss_over_a_group_is_that_of_the_whole_batch(compiled: bool) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
+    ids = moe_route(logits, 2).expert_ids
+    whole = moe_router_loss(logits, ids, balance=0.7, z=0.1)
+    (want,) = torch.autograd.grad(whole, logits)
+    z_loss = moe_router_loss(logits, balance=0.0, z=0.1).detach()
+    function = torch.compile(moe_router_loss, backend="aot_eager") if compiled else moe_router_loss
+
+    def on_rank(rank: int) -> None:
+        mine = slice(0, 20) if rank == 0 else slice(20, 50)  # ranks hold unequal parts
+        part, group = logits.detach()[mine].requires_grad_(), dist.group.WORLD
+        loss = function(part, ids[mine], balance=0.7, z=0.1, group=group)
+        (grad,) = torch.autograd.grad(loss, part)
+        assert_close(grad / WORLD, want[mine], want[mine], "gradient", 50)
+        alone = moe_router_loss(part, balance=0.0, z=0.1, group=group)
+        for mine_alone, wanted in ((loss, whole.detach()), (alone, z_loss)):
+            mean = mine_alone.detach().clone()
+            dist.all_reduce(mean)
+            assert_close(mean / WORLD, wanted, wanted, "mean over ranks", 50)
+
+    threads.run(on_rank, WORLD)

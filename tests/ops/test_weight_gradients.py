@@ -1,4 +1,4 @@
-"""Weights that are read by several calls: their gradients are summed in float32, rounded once."""
+"""Gradients of weights: added to buffers, or summed in float32 over several calls, rounded once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_bits
+from comparing import assert_close, assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.ops._weight_gradients import are_summed, summed
+from fusedops.specs import Sample, _routing, all_specs
+from fusedops.specs.comparison import incoming, run, truth
+from fusedops.specs.make import randn_on
 
 TOKENS, HIDDEN, INNER, EXPERTS = 96, 16, 12, 3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+
+
+def plan_of(ids: torch.Tensor) -> fusedops.RoutingPlan:
+    return fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
+
+
+def as_it_is(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
 
 
 class Experts:
@@ -32,18 +43,15 @@ class Experts:
         self.b1, self.b2 = new(EXPERTS, 2 * INNER), new(EXPERTS, HIDDEN)
         self.ids = torch.rand(TOKENS, 2, EXPERTS, generator=generator).argmax(2)
         self.grad = new(TOKENS, HIDDEN).detach()
-        self.wrap: Callable[..., Any] = lambda function, *args, **options: function(
-            *args, **options
-        )
+        self.wrap: Callable[..., Any] = as_it_is
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         return [self.w1, self.w2, self.b1, self.b2]
 
     def part(self, x: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        plan = fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
         parameters = self.w1.mT, self.w2, self.b1, self.b2
-        return fusedops.moe_mlp(x, plan, *parameters, **options)
+        return fusedops.moe_mlp(x, plan_of(ids), *parameters, **options)
 
     def output(self, parts: int, *, on: bool = True, **options: Any) -> torch.Tensor:
         with summed(on):
@@ -52,6 +60,10 @@ class Experts:
 
     def gradients(self, parts: int, **options: Any) -> list[torch.Tensor]:
         return list(torch.autograd.grad(self.output(parts, **options), self.parameters, self.grad))
+
+    def accumulated(self, output: torch.Tensor) -> list[torch.Tensor | None]:
+        output.backward(self.grad)
+        return [parameter.grad for parameter in self.parameters]
 
     def sums(self, parts: int) -> list[torch.Tensor]:
         """Return those of the weights before they are rounded."""
@@ -129,8 +141,7 @@ def test_a_graph_can_be_differentiated_again() -> None:
     torch.autograd.grad(output, layer.x, layer.grad, retain_graph=True)
     (alone,) = torch.autograd.grad(output, layer.w2, layer.grad, retain_graph=True)
     assert torch.equal(alone, first[1])
-    output.backward(layer.grad)
-    assert_same_bits([parameter.grad for parameter in layer.parameters], first)
+    assert_same_bits(layer.accumulated(output), first)
 
 
 def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
@@ -143,8 +154,8 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
         if len(seen) == 2:
             raise ArithmeticError("as a test wants it")
 
-    def hooked(function: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        output = function(x, ids)
+    def hooked(function: Any, *args: Any) -> torch.Tensor:
+        output = function(*args)
         output.register_hook(fail)
         return output
 
@@ -156,35 +167,30 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
     assert_same_bits(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_the_calls(reentrant: bool) -> None:
-    layer = Experts()
-    expected = layer.gradients(3)
-    # The reentrant form needs an argument with a gradient.
-    output = checkpoint(lambda _: layer.output(3), layer.x, use_reentrant=reentrant)
-    output.backward(layer.grad)
-    assert_same_bits([parameter.grad for parameter in layer.parameters], expected)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-def test_checkpointing_inside_of_each_call(recompute: bool) -> None:
-    """What is computed again is computed outside, by the ops as they are."""
+@pytest.mark.parametrize("way", ["around", "around, reentrant", "inside"])
+def test_checkpoints_around_all_calls_and_inside_of_each(way: str, recompute: bool) -> None:
+    """What is computed again inside of a call is computed by the ops as they are."""
     layer = Experts()
     expected = layer.gradients(3, recompute=recompute)
-    layer.wrap = lambda function, *args, **options: checkpoint(
-        function, *args, use_reentrant=False, **options
-    )
-    assert_same_bits(layer.gradients(3, recompute=recompute), expected)
+    if way == "inside":
+        layer.wrap = lambda *args, **options: checkpoint(*args, use_reentrant=False, **options)
+        output = layer.output(3, recompute=recompute)
+    else:  # the reentrant form needs an argument with a gradient
+        output = checkpoint(
+            lambda _: layer.output(3, recompute=recompute),
+            layer.x,
+            use_reentrant="reentrant" in way,
+        )
+    assert_same_bits(layer.accumulated(output), expected)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
     layer = Experts()
-    expected = layer.gradients(3)
+    _, w2, b1, _ = layer.gradients(3)
     layer.w1.requires_grad_(False)
     layer.b2.requires_grad_(False)
-    layer.output(3).backward(layer.grad)
-    assert layer.w1.grad is None and layer.b2.grad is None
-    assert_same_bits([layer.w2.grad, layer.b1.grad], [expected[1], expected[2]])
+    assert_same_bits(layer.accumulated(layer.output(3)), [None, w2, b1, None])
     with torch.no_grad():
         assert not layer.output(3).requires_grad
 
@@ -193,8 +199,7 @@ def test_a_parameter_may_stand_twice_in_a_call_and_in_calls_of_both_ops() -> Non
     layer = Experts()
     stack = torch.nn.Parameter(layer.w1[:, :HIDDEN].detach().clone())
     ends = torch.tensor([4, 4, 8], dtype=torch.int32)
-    plans = [fusedops.RoutingPlan.from_choices(ids, torch.ones(8, 2), EXPERTS)
-             for ids in layer.ids.split(8)]  # fmt: skip
+    plans = [plan_of(ids) for ids in layer.ids.split(8)]
 
     def grad(on: bool, weight: torch.Tensor) -> torch.Tensor:
         x = layer.x.detach().to(weight.dtype)
@@ -229,15 +234,11 @@ def test_views_are_one_parameter_and_functions_of_the_user_are_not() -> None:
     layer = Experts()
     w1, others = layer.w1, layer.parameters[1:]
     expected = layer.gradients(2)
-    sizes: list[torch.Tensor] = []
-
-    def count(grad: torch.Tensor) -> None:
-        sizes.append(grad)
-
-    w1.register_hook(count)
+    hooked: list[torch.Tensor] = []
+    w1.register_hook(hooked.append)
     halves = layer.output(2)
     torch.autograd.grad(halves, [w1, *others], layer.grad)
-    assert len(sizes) == 1 and torch.equal(sizes[0], expected[0])
+    assert len(hooked) == 1 and torch.equal(hooked[0], expected[0])
     parts = []
     with summed(True):
         for factor, x, ids in zip(
@@ -277,22 +278,20 @@ def test_an_error_in_the_middle_ends_it() -> None:
 
 def test_there_is_no_second_derivative_inside_alone() -> None:
     layer = Experts()
-    for on in (True, False):
-        (grad,) = torch.autograd.grad(
-            layer.output(2, on=on).float().square().sum(), layer.w2, create_graph=True
-        )
-        if on:
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                grad.float().square().sum().backward()
-        else:
-            grad.float().square().sum().backward()
+
+    def slope(on: bool) -> torch.Tensor:
+        loss = layer.output(2, on=on).float().square().sum()
+        return torch.autograd.grad(loss, layer.w2, create_graph=True)[0].float().square().sum()
+
+    slope(False).backward()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope(True).backward()
 
 
 def test_compiled_calls_are_left_to_autograd() -> None:
     layer = Experts()
     expected = layer.gradients(2, on=False)
-    plans = [fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
-             for ids in layer.ids.tensor_split(2)]  # fmt: skip
+    plans = [plan_of(ids) for ids in layer.ids.tensor_split(2)]
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def part(x: torch.Tensor, plan: Any) -> torch.Tensor:
@@ -302,3 +301,107 @@ def test_compiled_calls_are_left_to_autograd() -> None:
         cut = zip(layer.x.tensor_split(2), plans, strict=True)
         output = torch.cat([part(x, plan) for x, plan in cut])
     assert_same_bits(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
+
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+Tensors = list[torch.Tensor]
+
+
+def transposed(new: Any, *shape: int) -> torch.Tensor:
+    return new(*shape, scale=shape[-1] ** -0.5, grad=False).mT.requires_grad_()
+
+
+def grouped_mm(dtype: torch.dtype, *, few: bool) -> Sample:
+    new, ends = randn_on(CPU, dtype), torch.tensor([30, 30, 71], dtype=torch.int32)
+    return Sample("groups", (new(74, 24), transposed(new, 3, 17, 24), ends, new(3, 17)))
+
+
+def moe_mlp(dtype: torch.dtype, *, few: bool) -> Sample:
+    new, routing = randn_on(CPU, dtype), (30, 2, 3) if few else (70, 3, 5)
+    tokens, _, experts = routing
+    plan = _routing.plan(*routing, device=CPU, dtype=dtype, pattern="empty_experts")
+    weights = transposed(new, experts, 80, 48), transposed(new, experts, 56, 40)
+    return Sample("experts", (new(tokens, 48), plan, *weights, new(experts, 80), new(experts, 56)))
+
+
+MAKE = {"grouped_mm": grouped_mm, "moe_mlp": moe_mlp}
+# Label -> op, options.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups": ("grouped_mm", {}),
+    "groups, activated": ("grouped_mm", {"activation": "silu"}),
+    "experts": ("moe_mlp", {"recompute": False}),
+    "experts, recomputed": ("moe_mlp", {"recompute": True}),
+}
+
+
+def call(name: str, sample: Sample, into: Tensors) -> torch.Tensor:
+    """Return the output of a call that adds the weights' gradients to buffers."""
+    given = {"grad_weight_into": into[0]} if name == "grouped_mm" else {"grad_weights_into": into}
+    output: torch.Tensor = getattr(fusedops, name)(*sample.args, **sample.kwargs, **given)
+    return output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "label",
+    [pytest.param(label, marks=[pytest.mark.ci] * ("experts" in label)) for label in CASES],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradients_add_to_buffers(
+    label: str, backend: str, dtype: torch.dtype, transposed: bool
+) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("no Triton kernel takes float64")
+    name, options = CASES[label]
+    made = MAKE[name](dtype, few=backend == "triton")
+    sample = Sample(label, made.args, options)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    places = [place for place, leaf in enumerate(sample.leaves) if leaf.dim() == 3]
+    before = [torch.full(sample.leaves[place].shape, 0.5, dtype=wide) for place in places]
+    into = [each.mT.contiguous().mT if transposed else each.clone() for each in before]
+    with fusedops.use_backend(backend):
+        plain = run(all_specs()[name].op, sample)
+        output = call(name, sample, into)
+        grads = torch.autograd.grad(output, sample.leaves, incoming((output,)), allow_unused=True)
+    exact = truth(all_specs()[name], sample)
+    assert_same_bits(output, plain.outputs[0], "output")
+    empty = 1 if name == "grouped_mm" else sample.args[1].tokens_per_expert.tolist().index(0)
+    for place, (got, want) in enumerate(zip(grads, plain.grads, strict=True)):
+        if place not in places:
+            assert_same_bits(got, want, f"gradient {place}")
+            continue
+        assert got is None, "a weight whose gradient is added gets none"
+        added, start = into[places.index(place)], before[places.index(place)]
+        assert torch.equal(added[empty], start[empty]), "a group without rows adds nothing"
+        rounded = (want.to(wide) + start).to(dtype)
+        total = start.double() + exact.grads[place]
+        assert_close(added.to(dtype), total, rounded, "buffer", depth=210)
+        if label == "groups":  # sums as they are: nothing is rounded to the weight's dtype
+            assert_close(added, total, added, "buffer", depth=41)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_buffers_work_in_compiled_code_and_under_autocast(name: str) -> None:
+    sample = MAKE[name](torch.float32, few=False)
+    narrow = [leaf for leaf in sample.leaves if leaf is not getattr(sample.args[1], "probs", None)]
+    weights = [leaf for leaf in narrow if leaf.dim() == 3]
+    pairs = [tuple(torch.zeros(weight.shape) for weight in weights) for _ in range(4)]
+
+    def gradients(function: Any, sample: Sample, into: Tensors) -> list[Any]:
+        loss = function(name, sample, into).float().square().sum()
+        return list(torch.autograd.grad(loss, sample.leaves, allow_unused=True))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same_bits(gradients(compiled, sample, pairs[1]), gradients(call, sample, pairs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(call, sample, pairs[2])
+    halves = sample.map(
+        lambda t: t.detach().bfloat16().requires_grad_() if any(t is n for n in narrow) else t
+    )
+    gradients(call, halves, pairs[3])
+    for one, other in (pairs[:2], pairs[2:]):
+        assert_same_bits(one, other)
+        assert all(buffer.any() for buffer in one)

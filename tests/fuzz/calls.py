@@ -1,8 +1,12 @@
-"""Calls of the public functions: right ones against float64, and wrong ones.
+"""Right and wrong calls of the public functions, and wrong ones of the operators below them.
 
-A sample of a spec gets other sizes, dtypes, strides and tensors that require a gradient. What the
-function refuses is no finding (``Arguments`` looks at how it refuses); what it takes must be
-right within the error budget, in the dtypes that the reference gives.
+* ``Functions``: a sample of a spec gets other sizes, dtypes, strides and tensors that require a
+  gradient. What the function refuses is no finding; what it takes must be right within the error
+  budget, in the dtypes that the reference gives.
+* ``Arguments``: anything in place of any argument. The function may take it, or refuses by name.
+* ``Operators``: recorded calls of ``torch.ops.fusedops.*``, forward and backward, with one to three
+  arguments changed, which nothing has checked before. The process must live. Any exception is a
+  right answer. A result is one only if the reference takes the call as well.
 """
 
 from __future__ import annotations
@@ -10,18 +14,22 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
+from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs import Sample, Spec, all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import difference_of_mixture, fresh, run, truth
+from fusedops.specs.recorder import RecordOps
 
 from . import mutate
 from .engine import WrongResultError
 
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 2, 3, 5, 16, 17, 31, 33, 64, 65, 100)
 MOST_ELEMENTS = 30_000
@@ -32,11 +40,10 @@ def picked(only: str | None) -> list[tuple[Spec, dict[torch.dtype, list[Sample]]
     """Return the specs whose name contains ``only``, with their small samples by dtype."""
     found = []
     for name, spec in all_specs().items():
-        if name == "moe_unpack":  # its bytes mean something else in float64
+        # The bytes of moe_unpack mean something else in float64.
+        if name == "moe_unpack" or (only or "") not in name:
             continue
-        if only is not None and only not in name:
-            continue
-        by_dtype = {dtype: spec.samples(torch.device("cpu"), dtype) for dtype in DTYPES}
+        by_dtype = {dtype: spec.samples(CPU, dtype) for dtype in DTYPES}
         small = {
             dtype: [s for s in every if sum(t.numel() for t in s.tensors) < MOST_ELEMENTS]
             for dtype, every in by_dtype.items()
@@ -73,16 +80,12 @@ class Functions:
         return spec, sample.map(change)
 
     def run(self, rng: random.Random) -> str:
-        """Make a call and compare it with float64.
-
-        Raises:
-            WrongResultError: it is over the error budget, or raises what it must not.
-        """
+        """Make a call and compare it with float64."""
         spec, sample = self._make(rng)
         try:
             spec.op(*sample.args, **sample.kwargs)
-        except REFUSALS as refusal:
-            return type(refusal).__name__
+        except REFUSALS:
+            return "refused"
         except Exception as error:
             raise WrongResultError(f"{type(error).__name__}: {error}") from error
         if any(_is_expanded(tensor) for tensor in sample.tensors):
@@ -98,12 +101,13 @@ class Functions:
 
     def _compare_with_dense(self, spec: Spec, sample: Sample) -> str:
         """Compare bits: equal values make ties and exact zeros, which no budget knows."""
-        got, want = run(spec.op, sample), run(spec.op, fresh(sample.map(_dense)))
-        kinds = {"output": (got.outputs, want.outputs), "gradient": (got.grads, want.grads)}
-        for kind, (mine, others) in kinds.items():
-            for place, (one, other) in enumerate(zip(mine, others, strict=True)):
-                if not torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)):
-                    raise WrongResultError(f"{kind} {place}: other bits than of dense tensors")
+        got, want = (
+            [tensor.nan_to_num(7.0) for tensor in (*result.outputs, *result.grads)]
+            for result in (run(spec.op, sample), run(spec.op, fresh(sample.map(_dense))))
+        )
+        for place, (one, other) in enumerate(zip(got, want, strict=True)):
+            if not torch.equal(one, other):
+                raise WrongResultError(f"result {place}: other bits than of dense tensors")
         return "returned"
 
     def describe(self, rng: random.Random) -> str:
@@ -138,18 +142,14 @@ class Arguments(Functions):
         return spec, Sample(sample.name, tuple(args), kwargs, sample.random)
 
     def run(self, rng: random.Random) -> str:
-        """Make a call and run it.
-
-        Raises:
-            WrongResultError: it refuses in other words than it may.
-        """
+        """Make a call and look at how it is refused."""
         spec, sample = self._make(rng)
         try:
             spec.op(*sample.args, **sample.kwargs)
         except Exception as error:
             if not isinstance(error, REFUSALS) or spec.name not in str(error):
                 raise WrongResultError(f"{type(error).__name__}: {error}") from error
-            return type(error).__name__
+            return "refused"
         return "returned"
 
 
@@ -221,19 +221,141 @@ def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
     """Return the values in another layout, or those of one row for all."""
     kind = rng.randrange(5)
     if kind == 0 and tensor.dim() >= 2:
-        order = list(range(tensor.dim()))
-        rng.shuffle(order)
-        back = [order.index(dim) for dim in range(tensor.dim())]
-        return tensor.permute(order).contiguous().permute(back)
+        return mutate.in_another_order(rng, tensor)
     if kind == 1:
-        wide = tensor.new_full((*tensor.shape, 2), -1)
-        wide[..., 0] = tensor
-        return wide[..., 0]
+        return mutate.strided(rng, tensor)
     if kind == 2 and tensor.dim() >= 1:
         longer = torch.cat((tensor, tensor.new_full((3, *tensor.shape[1:]), -1)))
         return longer[: tensor.shape[0]]
-    if kind == 3 and tensor.is_floating_point() and tensor.numel():
-        if not tensor.dim():
-            return tensor
+    if kind == 3 and tensor.is_floating_point() and tensor.numel() and tensor.dim():
         return tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
     return tensor.clone()
+
+
+# Larger calls say no more about bounds, and slow the others down.
+MOST_OF_OPERATORS = 12_000
+
+
+class Operators:
+    """Wrong calls of operators."""
+
+    name = "operators"
+    batch = 4000
+
+    def __init__(self, only: str | None = None) -> None:
+        self.calls = _recorded(only)
+        self.names = sorted(self.calls)
+        assert self.names, f"no operator's name contains {only!r}"
+
+    def _make(self, rng: random.Random) -> tuple[Any, list[Any]]:
+        calls = self.calls[rng.choice(self.names)]
+        func, args = rng.choice(calls)
+        made = _own(func, args)
+        kind = rng.random()
+        if kind < 0.15:
+            mutate.sizes(rng, made)
+        for _ in range(rng.choice((0, 1)) if kind < 0.15 else rng.choice((1, 1, 2, 3))):
+            place = rng.randrange(len(made))
+            if rng.random() < 0.15:
+                made[place] = _own(func, rng.choice(calls)[1])[place]
+            elif isinstance(made[place], torch.Tensor):
+                made[place] = mutate.tensor(rng, made[place])
+            elif _takes_tensors(func, place):
+                made[place] = mutate.tensors(rng, made[place])
+            else:
+                made[place] = mutate.other(rng, made[place])
+        return func, made
+
+    def run(self, rng: random.Random) -> str:
+        """Make a call and run it."""
+        func, made = self._make(rng)
+        copied = _own(func, made)
+        try:
+            with torch.no_grad():
+                result = func(*made)
+        except Exception:
+            return "refused"
+        _compare(func, result, copied)
+        return "returned"
+
+    def describe(self, rng: random.Random) -> str:
+        """Return the operator and its arguments."""
+        func, made = self._make(rng)
+        return mutate.described(func._opname, made)
+
+
+def _compare(func: Any, result: Any, args: Sequence[Any]) -> None:
+    """Raise if the reference refuses the sizes or dtypes of a call that returned, or differs.
+
+    Only of forward operators without indices: a backward may be given saved results that belong to
+    other inputs, and changed indices or lengths leave rows undefined.
+    """
+    if not any(tensor.numel() for tensor in tensors_in(result)[:1]):
+        return
+    tensors, numbers = tensors_in(args), [arg for arg in args if isinstance(arg, float)]
+    if func._opname.endswith("_backward") or not all(
+        tensor.is_cpu and tensor.is_floating_point() and bool((tensor.abs() < 1e3).all())
+        for tensor in (*tensors, torch.tensor(numbers))
+    ):
+        return
+    try:
+        with torch.no_grad(), fusedops.use_backend("torch"):
+            expected = func(*args)
+    except Exception as error:
+        raise WrongResultError(f"{func} returned, but the reference raises: {error}") from error
+    # The others are statistics and saved tensors, some of whose elements nobody reads.
+    pairs = zip(tensors_in(result)[:1], tensors_in(expected)[:1], strict=True)
+    for actual, wanted in pairs:
+        if (actual.shape, actual.dtype) != (wanted.shape, wanted.dtype):
+            raise WrongResultError(f"{func} returned {actual.shape}, the reference {wanted.shape}")
+        error, size = (actual.double() - wanted.double()).nan_to_num().abs(), wanted.double().abs()
+        if error.max() > 0.1 * size.nan_to_num().max() + 1e-2:
+            raise WrongResultError(f"{func}: the result differs by {error.max()}")
+
+
+def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
+    """Return operator -> the calls of it that the specs' samples make."""
+    found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+    for spec in all_specs().values():
+        for dtype in DTYPES:
+            for sample in spec.samples(CPU, dtype):
+                if sum(tensor.numel() for tensor in sample.tensors) > MOST_OF_OPERATORS:
+                    continue
+                with RecordOps() as recorded:
+                    run(spec.op, fresh(sample))
+                for func, args in recorded.calls:
+                    if sum(tensor.numel() for tensor in tensors_in(args)) > 4 * MOST_OF_OPERATORS:
+                        continue
+                    if only is None or only in func._opname:
+                        plain = tuple(_plain(arg) for arg in args)
+                        found.setdefault(func._opname, []).append((func, plain))
+    for name, described in multi_tensor_specs().items():
+        if only is None or only in name:
+            func = getattr(torch.ops.fusedops, name).default
+            samples = [call for dtype in DTYPES for call in described.calls(CPU, dtype)]
+            found[name] = [(func, call.args) for call in samples]
+    return found
+
+
+def _own(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a call; what it writes to is a copy, of the same strides."""
+    made = list(args)
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            made[place] = pytree.tree_map_only(torch.Tensor, _copy, made[place])
+    return made
+
+
+def _takes_tensors(func: Any, place: int) -> bool:
+    return str(func._schema.arguments[place].type) == "List[Tensor]"
+
+
+def _plain(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return _copy(arg.detach())
+    return list(arg) if isinstance(arg, (list, tuple)) else arg
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in memory of the same strides."""
+    return tensor.clone(memory_format=torch.preserve_format)
