@@ -24,24 +24,23 @@ KINDS: dict[str, TransformerConfig] = {
 }
 
 
-def _batch(sequences: int = 4, length: int = 24) -> torch.Tensor:
+def _run(model: Transformer) -> tuple[Any, Any, torch.Tensor]:
+    """Return the engine of a model on one process, a batch, and how many tokens count."""
+    run = parallelize(model, ParallelConfig())
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(4, (sequences, 1), generator=generator) + torch.arange(length) % 5
+    tokens = torch.randint(4, (4, 1), generator=generator) + torch.arange(24) % 5
+    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
+    return run, shard, run.count(shard.labels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
     torch.manual_seed(0)
     model = Transformer(KINDS[kind])
-    assert (
-        sum(parameter.numel() for parameter in model.parameters())
-        == model.config.parameters().total
-    )
-    run = parallelize(model, ParallelConfig())
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert numbers == model.config.parameters().total
+    run, shard, count = _run(model)
     optimizer = run.optimizer(lr=3e-3)
-    tokens = _batch()
-    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
-    count = run.count(shard.labels)
     losses = []
     for _ in range(8):
         losses.append(float(run.mean_loss(run.step([shard], count), count)))
@@ -50,16 +49,6 @@ def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
         assert all(each.grad is not None for each in model.parameters())
         optimizer.zero_grad()
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_a_shared_expert_is_added_to_what_the_others_give() -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"activation": "gelu", "gated": False, "bias": True}
-    moe = MoE(8, 16, 4, 2, shared_intermediate_size=24, shared_gate=True, **sizes)
-    x = torch.randn(6, 8)
-    assert moe.shared_experts is not None and moe.shared_expert_gate is not None
-    shared = moe.shared_experts(x) * torch.sigmoid(moe.shared_expert_gate(x))
-    assert torch.equal(moe(x), moe.experts(x, moe.route(x)) + shared)
 
 
 def test_a_layer_without_a_router_wants_a_plan() -> None:
@@ -77,16 +66,15 @@ def _layers(model: Transformer) -> list[Any]:
 def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
     torch.manual_seed(0)
     model = Transformer(KINDS["bias"])
-    run = parallelize(model, ParallelConfig())
-    tokens = _batch()
-    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
-    count = run.count(shard.labels)
+    run, shard, count = _run(model)
+    layers = _layers(model)
+    gates = [layer.feed_forward.gate for layer in layers]
     seen: dict[Any, torch.Tensor] = {}
 
     def note(module: Any, args: Any, output: Any) -> None:
         seen[module] = output[1].tokens_per_expert
 
-    hooks = [layer.feed_forward.gate.register_forward_hook(note) for layer in _layers(model)]
+    hooks = [gate.register_forward_hook(note) for gate in gates]
     if recomputed:
         memory.apply(model, memory.Policy(memory.recompute("layers.*")))
     run.forward([shard])  # counts nothing
@@ -94,25 +82,19 @@ def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
     run.step([shard], count)
     for hook in hooks:
         hook.remove()
-    for layer in _layers(model):
-        counts = seen[layer.feed_forward.gate]
-        assert torch.equal(layer.balancing.tokens_per_expert, counts)
-        assert int(counts.sum()) == 2 * shard.tokens.numel()
+    for layer, gate in zip(layers, gates, strict=True):
+        assert torch.equal(layer.balancing.tokens_per_expert, seen[gate])
+        assert int(seen[gate].sum()) == 2 * shard.tokens.numel()
     run.balance()
-    for layer in _layers(model):
-        gate = layer.feed_forward.gate
-        counts = seen[gate].double()
-        torch.testing.assert_close(
-            gate.e_score_correction_bias, 0.1 * torch.sign(counts.mean() - counts).float()
-        )
-        assert gate.e_score_correction_bias.abs().sum() > 0
-        assert not layer.balancing.tokens_per_expert.any()
-    before = [layer.feed_forward.gate.e_score_correction_bias.clone() for layer in _layers(model)]
+    for layer, gate in zip(layers, gates, strict=True):
+        moved = 0.1 * torch.sign(seen[gate].double().mean() - seen[gate]).float()
+        torch.testing.assert_close(gate.e_score_correction_bias, moved)
+        assert moved.any() and not layer.balancing.tokens_per_expert.any()
+    before = [gate.e_score_correction_bias.clone() for gate in gates]
     run.step([shard], count)
     run.balance(stepped=False)  # the optimizer made no step
     run.balance()
-    for layer, bias in zip(_layers(model), before, strict=True):
-        assert torch.equal(layer.feed_forward.gate.e_score_correction_bias, bias)
+    assert all(map(torch.equal, (gate.e_score_correction_bias for gate in gates), before))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same_bits
+from torch.autograd.graph import saved_tensors_hooks
 
 import fusedops
 from fusedops._core import dtypes
@@ -23,7 +23,7 @@ from fusedops.models import (
     initialize,
     preset,
 )
-from fusedops.models.attention_core import alibi_slopes, attend
+from fusedops.models.attention_core import alibi_slopes
 
 
 def _tokens(config: TransformerConfig, *shape: int) -> torch.Tensor:
@@ -165,30 +165,6 @@ def test_slopes_are_the_published_ones() -> None:
     torch.testing.assert_close(alibi_slopes(12, torch.device("cpu")), twelve)
 
 
-def test_heads_of_alibi_have_their_own_slopes() -> None:
-    """A process with the last heads takes the last slopes."""
-    torch.manual_seed(0)
-    model = Transformer(TINY["tiny-alibi"]).eval()
-    attention = model.layers["0"].attention
-    seen = []
-
-    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.append(options["alibi_slopes"].tolist())
-        return attend(*tensors, **options)
-
-    tokens = _tokens(model.config, 1, 3)
-    model(tokens, attend=core)
-    half = 32
-    for name in ("query", "key", "value"):
-        linear = getattr(attention, name)
-        linear.weight = torch.nn.Parameter(linear.weight[half:])
-        linear.bias = torch.nn.Parameter(linear.bias[half:])
-    attention.output.weight = torch.nn.Parameter(attention.output.weight[:, half:])
-    attention.num_heads, attention.first_head = 2, 2
-    model(tokens, attend=core)
-    assert seen[model.config.num_layers] == seen[0][2:] == [2.0**-6, 2.0**-8]
-
-
 def test_the_query_layer_asks_with_positions() -> None:
     torch.manual_seed(0)
     config = replace(TINY["tiny-pangu"], num_layers=1)
@@ -208,9 +184,8 @@ def test_the_query_layer_asks_with_positions() -> None:
     normed, part = norm(x, layer.attention_norm), layer.attention
     asking = model.query_positions.weight[:9].expand(2, -1, -1)
     query, key, value = (
-        heads(asking, part.query),
-        heads(normed, part.key),
-        heads(normed, part.value),
+        heads(x, getattr(part, name))
+        for name, x in (("query", asking), ("key", normed), ("value", normed))
     )
     found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     x = x + F.linear(found.transpose(1, 2).flatten(2), part.output.weight, part.output.bias)
@@ -284,8 +259,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tiny-llama", {"sliding_window": 4, "causal": False}, "sliding_window must be None unless"),
     ("tiny-llama", {"dropout": 1.5}, r"dropout must be a probability in \[0, 1\]"),
     ("tiny-llama", {"rotary": True, "head_dim": 7}, "head_dim must be even"),
+    ("tiny-llama", {"num_heads": 3}, "num_heads must be a divisor of hidden_size 64"),
+    ("tiny-llama", {"num_kv_heads": 3}, "num_kv_heads must be a divisor of num_heads 4, got 3"),
+    ("tiny-llama", {"activation": "gelo"}, "did you mean 'gelu'"),
+    ("tiny-llama", {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ("tiny-llama", {"router_score": "softmin"}, "did you mean 'softmax'"),
     ("tiny-llama", {"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+    ("tiny-mixtral", {"top_k": 5}, "top_k must be at most num_experts 4, got 5"),
+    ("tiny-mixtral", {"moe_layers": 9}, "moe_layers must be at most 2, the layers, got 9"),
     ("tiny-mixtral", {"shared_gate": True}, "shared_gate must be False without shared_size"),
     ("tiny-mixtral", {"num_experts": 0, "shared_size": 8}, "shared_size must be 0 without num_exp"),
     ("tiny-mixtral", {"router": "hashed"}, "did you mean 'hash'"),
@@ -307,19 +288,6 @@ def test_choices_that_exclude_each_other_are_refused(
         replace(TINY[name], **change)
 
 
-@contextmanager
-def _saved() -> Iterator[list[int]]:
-    """Yield the sizes of the tensors that graphs keep."""
-    sizes: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
     torch.manual_seed(0)
     assert not Transformer(preset("gpt2"), device="meta").head.recompute
@@ -327,14 +295,17 @@ def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
     model = copy.deepcopy(Transformer(wide))
     assert model.head.recompute
     tokens = _tokens(wide, 2, 16)
+    sizes: list[int] = []
+    kept = saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
     results = []
     for recompute in (True, False):
         model.head.recompute = recompute
-        with _saved() as kept:
+        sizes.clear()
+        with kept:
             loss = model(tokens, tokens).total
-        assert (tokens.numel() * 2048 in kept) is not recompute
+        assert (tokens.numel() * 2048 in sizes) is not recompute
         results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same_bits(*results)
 
 
 def test_a_whole_model_compiles_to_one_graph() -> None:
@@ -346,7 +317,7 @@ def test_a_whole_model_compiles_to_one_graph() -> None:
         loss = call(tokens, tokens)
         total = loss.total + loss.auxiliary
         results.append((total, *torch.autograd.grad(total, list(model.parameters()))))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same_bits(*results)
 
 
 def test_logits_of_some_tokens_are_those_of_all() -> None:

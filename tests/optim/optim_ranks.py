@@ -1,16 +1,14 @@
-"""What the processes of ``test_optim_distributed.py`` run: each returns what one would compute."""
+"""What the ranks of ``test_optim_distributed.py`` run: sharded steps, and those of one process."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from offload_testing import TinyModel
-from optim_testing import parameters, set_gradients
+from one_process import full_tensor
+from optim_testing import TinyModel, parameters, set_gradients
 from process_pool import World
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,11 +18,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from fusedops.optim import AdamW, OffloadedAdamW, _overlap
+import fusedops
+from fusedops.optim import AdamW, OffloadedAdamW
 
 SHAPES = ((12, 10), (7,), (9, 4, 6), (33, 3))
 STATES = ("exp_avg", "exp_avg_sq")
+MASTERS = {"master_weights": True}
 PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "shard_0": ((4,), [Shard(0)]),
     "shard_1": ((2,), [Shard(1)]),
@@ -44,22 +50,13 @@ def make(kind: str, params: Any, **options: Any) -> AdamW:
     )
 
 
-def full(tensor: Any) -> torch.Tensor:
-    """Return all of a tensor, whoever holds it."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
-
-
 def outcome(optimizer: AdamW) -> list[Any]:
     """Return what was stepped, and the norm; ends the threads of an offloaded optimizer."""
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if optimizer.state[param].get("step", 0)
-    ]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [
-        [full(param), *(full(optimizer.state[param][name]) for name in STATES)] for param in params
+        [full_tensor(each) for each in (param, *(optimizer.state[param][name] for name in STATES))]
+        for param in params
+        if optimizer.state[param].get("step", 0)
     ]
     norm = optimizer.grad_norm
     if isinstance(optimizer, OffloadedAdamW):
@@ -67,110 +64,113 @@ def outcome(optimizer: AdamW) -> list[Any]:
     return [found, None if norm is None else norm.float()]
 
 
-def sharded_steps(world: World, kind: str, layout: str, options: dict[str, Any]) -> Any:
-    """Step parameters that are cut in some way, with gradients cut alike."""
+def masters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[torch.Tensor]:
+    """Return the master weights, unsharded."""
+    return [full_tensor(optimizer.state[param]["master"]) for param in model.parameters()]
+
+
+def placed_steps(world: World, kind: str, layout: str, options: dict[str, Any]) -> Any:
+    """Step parameters that are sharded in some way, and whole ones with the same gradients."""
     shape, placements = PLACEMENTS[layout]
-    ranks = torch.arange(int(torch.tensor(shape).prod())).view(shape)
-    names = tuple(f"dim{i}" for i in range(len(shape)))
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    ranks = torch.arange(torch.tensor(shape).prod()).view(shape)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dim0", "dim1")[: len(shape)])
     if world.rank >= ranks.numel():
         return None
     plain = parameters(shapes=SHAPES)
-    cut = []
+    sharded = []
     for param in plain:
-        chosen = [
-            placement
-            if isinstance(placement, Replicate) or placement.dim < param.dim()
-            else Replicate()
-            for placement in placements
+        fitting = [
+            place if isinstance(place, Replicate) or place.dim < param.dim() else Replicate()
+            for place in placements
         ]
-        cut.append(nn.Parameter(distribute_tensor(param.detach(), mesh, chosen)))
-    optimizer = make(kind, [(f"p{i}", param) for i, param in enumerate(cut)], **options)
+        sharded.append(nn.Parameter(distribute_tensor(param.detach(), mesh, fitting)))
+    both = [
+        make(kind, [(f"p{i}", param) for i, param in enumerate(params)], **options)
+        for params in (sharded, plain)
+    ]
     for step in range(3):
         set_gradients(plain, step)
-        for param, whole in zip(cut, plain, strict=True):
+        for param, whole in zip(sharded, plain, strict=True):
             assert whole.grad is not None
             param.grad = distribute_tensor(whole.grad, mesh, param.placements)
-        optimizer.step()
-    return outcome(optimizer)
+        for optimizer in both:
+            optimizer.step()
+    return [outcome(optimizer) for optimizer in both]
 
 
-def whole_steps(kind: str, options: dict[str, Any]) -> Any:
-    """Return what ``sharded_steps`` gives, of one process."""
-    params = parameters(shapes=SHAPES)
-    optimizer = make(kind, [(f"p{i}", param) for i, param in enumerate(params)], **options)
-    for step in range(3):
-        set_gradients(params, step)
-        optimizer.step()
-    return outcome(optimizer)
+class Llama(nn.Module):
+    """A small Llama of transformers in bfloat16, patched."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+        torch.manual_seed(0)
+        self.layers = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).bfloat16()
+        assert fusedops.patch(self.layers).replaced
+
+    def loss(self, step: int) -> torch.Tensor:
+        ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+        return self.layers(input_ids=ids, labels=ids).loss
+
+
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Let FSDP2 shard a model by its layers."""
+    layers = model.layers.model.layers if isinstance(model, Llama) else model.layers[::2]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.layers, mesh=mesh)
 
 
 def train(
+    model: Any,
     kind: str,
     options: dict[str, Any],
-    *,
-    wrap: Any = None,
-    dtype: torch.dtype = torch.float32,
-    after: Any = None,
-) -> tuple[Any, nn.Module, AdamW]:
-    """Train the tiny model on the same batches in every process: their mean is each one's."""
-    model: Any = TinyModel(dtype)
-    loss = model.loss
-    if wrap is not None:
-        model = wrap(model)
+    mesh: DeviceMesh | None = None,
+    after: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> AdamW:
+    """Train on the same batches in every process: their mean is each one's."""
+    if mesh is not None:
+        shard(model, mesh)
     optimizer = make(kind, model.named_parameters(), **options)
     for step in range(3):
         optimizer.zero_grad()
-        loss(step).backward()
+        model.loss(step).backward()
         optimizer.step()
-        if after is not None:
-            after(step, model)
-    return optimizer, model, optimizer
+        after(step, model)
+    return optimizer
 
 
-def _fully_shard(model: TinyModel, mesh: DeviceMesh) -> TinyModel:
-    for layer in (model.layers[0], model.layers[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model.layers, mesh=mesh)
-    return model
+def fsdp_steps(world: World, ranks: int, name: str, kind: str, options: dict[str, Any]) -> Any:
+    """Train under FSDP2 on some ranks, and alone."""
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    if world.rank >= ranks:
+        return None
+    models = [Llama() if name == "llama" else TinyModel(torch.float32) for _ in range(2)]
+    sharded, alone = (
+        train(model, kind, options, mesh) for model, mesh in zip(models, (mesh, None), strict=True)
+    )
+    return outcome(sharded), outcome(alone)
 
 
-def fsdp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
-    """Train under FSDP2 on four ranks."""
+def halve(step: int, model: nn.Module) -> None:
+    """Halve some weights after a step."""
+    if step == 0:
+        with torch.no_grad():
+            for param in list(model.parameters())[:2]:
+                param.mul_(0.5)
+
+
+def halved_steps(world: World, kind: str) -> Any:
+    """Train with weights that are halved after a step, sharded and alone."""
     mesh = DeviceMesh("cpu", list(range(4)))
     if world.rank >= 4:
         return None
-    return outcome(train(kind, options, wrap=partial(_fully_shard, mesh=mesh))[0])
-
-
-def changed_steps(world: World, kind: str, shards: bool) -> Any:
-    """Train with weights that are halved after a step, and count the parameters read per step."""
-    mesh = DeviceMesh("cpu", list(range(4)))
-    if world.rank >= 4:
-        return None
-    reads, read = [0], _overlap.read_parameter
-
-    def count(*args: Any) -> bool:
-        reads[-1] += 1
-        return read(*args)
-
-    def halve(step: int, model: nn.Module) -> None:
-        reads.append(0)
-        if step == 0:
-            with torch.no_grad():
-                for param in list(model.parameters())[:2]:
-                    param.mul_(0.5)
-
-    wrap = partial(_fully_shard, mesh=mesh) if shards else None
-    with mock.patch.object(_overlap, "read_parameter", count):
-        options = {"master_weights": True}
-        trained = train(kind, options, wrap=wrap, dtype=torch.bfloat16, after=halve)
-    return outcome(trained[0]), reads[:-1]
-
-
-def alone(world: World, kind: str, options: dict[str, Any]) -> Any:
-    """Train by itself: in a rank, for torch's products have other bits on more threads."""
-    return outcome(train(kind, options)[0])
+    sharded = train(TinyModel(), kind, MASTERS, mesh, after=halve)
+    alone = train(TinyModel(), "adamw", MASTERS, after=halve)
+    return outcome(sharded), outcome(alone)
 
 
 def ddp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
@@ -181,8 +181,7 @@ def ddp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
     wrapped = nn.parallel.DistributedDataParallel(
         model.layers, process_group=world.groups[2], bucket_cap_mb=1
     )
-    model.layers = wrapped  # type: ignore[assignment]
-    optimizer = make(kind, model.named_parameters(), **options)
+    optimizer = make(kind, wrapped.named_parameters(), **options)
     for step in range(3):
         optimizer.zero_grad()
         made = torch.Generator().manual_seed(10 * step + world.rank)
@@ -192,42 +191,80 @@ def ddp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
 
 
 def checkpoint(world: World, kind: str, folder: str) -> Any:
-    """Save on four ranks; load on two into ours and into torch's AdamW."""
+    """Save on four ranks; load on two into ours and into torch's AdamW.
+
+    Returns what was saved, of four ranks, and what was loaded, of two: moments and masters.
+    """
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2)}
-    options = {"master_weights": True}
-
-    def sharded(size: int, model: TinyModel | None = None) -> TinyModel:
-        model = TinyModel(torch.bfloat16) if model is None else model
-        fully_shard(model.layers, mesh=meshes[size])
-        return model
-
-    results: list[Any] = []
+    saved: list[Any] = []
+    loaded: list[Any] = []
     if world.rank < 4:
-        optimizer, model, _ = train(
-            kind, options, wrap=lambda model: sharded(4, model), dtype=torch.bfloat16
-        )
-        saved = get_optimizer_state_dict(model, optimizer)
-        dcp.save({"optimizer": saved}, checkpoint_id=folder, process_group=world.groups[4])
-        results.append(outcome(optimizer)[0])
-        results.append([full(optimizer.state[p]["master"]) for p in model.parameters()])
+        model = TinyModel()
+        optimizer = train(model, kind, MASTERS, meshes[4])
+        state = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=world.groups[4])
+        masters = masters_of(optimizer, model)
+        saved = [[moments for _, *moments in outcome(optimizer)[0]], masters]
     torch.distributed.barrier()
-    if world.rank < 2:
-        for name in (kind, "torch"):
-            model = sharded(2)
-            params = model.named_parameters()
-            loaded: Any = (
-                torch.optim.AdamW(params) if name == "torch" else make(kind, params, **options)
-            )
-            state = get_optimizer_state_dict(model, loaded)
-            dcp.load({"optimizer": state}, checkpoint_id=folder, process_group=world.groups[2])
-            set_optimizer_state_dict(model, loaded, optim_state_dict=state)
-            results.append(
-                [[full(loaded.state[p][name]) for name in STATES] for p in model.parameters()]
-            )
-            if name != "torch":
-                results.append([full(loaded.state[p]["master"]) for p in model.parameters()])
-            if isinstance(loaded, OffloadedAdamW):
-                loaded.close()
+    for name in (kind, "torch") if world.rank < 2 else ():
+        model = TinyModel()
+        shard(model, meshes[2])
+        params = model.named_parameters()
+        other: Any = torch.optim.AdamW(params) if name == "torch" else make(kind, params, **MASTERS)
+        state = get_optimizer_state_dict(model, other)
+        dcp.load({"optimizer": state}, checkpoint_id=folder, process_group=world.groups[2])
+        set_optimizer_state_dict(model, other, optim_state_dict=state)
+        moments = [[full_tensor(other.state[p][key]) for key in STATES] for p in model.parameters()]
+        loaded.append([moments, [] if name == "torch" else masters_of(other, model)])
+        if isinstance(other, OffloadedAdamW):
+            other.close()
     torch.distributed.barrier()
-    assert Path(folder).exists()
-    return results
+    return saved, loaded
+
+
+class Block(nn.Module):
+    """A norm and two products with a residual, which tensor parallelism shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 32), nn.Linear(32, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def tensor_parallel(world: World, kind: str, options: dict[str, Any]) -> Any:
+    """Train sequence- and tensor-parallel blocks, and plain parameters with the same gradients.
+
+    Returns what the optimizer made of the DTensors, what AdamW made of plain tensors, and how many
+    buckets were begun in the last backward.
+    """
+    mesh = DeviceMesh("cpu", [0, 1])
+    if world.rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    whole = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    for block in model:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    optimizer = make(kind, model.named_parameters(), **options)
+    reference = AdamW(zip(names, whole, strict=True), master_weights=True, **options)
+    begun = 0
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(step))
+        model(x.chunk(2, dim=1)[world.rank]).square().sum().backward()
+        if isinstance(optimizer, OffloadedAdamW):
+            begun = sum(bucket.job is not None for bucket in optimizer._buckets)
+        for plain, param in zip(whole, model.parameters(), strict=True):
+            plain.grad = full_tensor(param.grad)
+        optimizer.step()
+        reference.step()
+    return outcome(optimizer), outcome(reference), begun

@@ -38,7 +38,7 @@ def job(size: int = 50_000) -> tuple[list[Any], dict[str, torch.Tensor]]:
     return [described], {**state, "grad": grad, "copy": copy}
 
 
-def in_forked_process(child: Callable[[], None]) -> int:
+def in_forked_process(child: Callable[[], object]) -> int:
     """Return the exit code of a forked process; -1 if it hangs."""
     pid = os.fork()
     if pid == 0:
@@ -134,40 +134,31 @@ def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_forked_process_steps_its_own_copy(overlap: bool) -> None:
-    def backward() -> None:
-        optimizer.zero_grad()
-        (weight * torch.arange(4.0)).sum().backward()
+    weight, reference = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer, plain = (
+        OffloadedAdamW([each], lr=0.5, overlap=overlap, threads=2) for each in (weight, reference)
+    )
 
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = OffloadedAdamW([weight], lr=0.5, overlap=overlap, threads=2)
-    backward()
-    optimizer.step()
-    backward()  # with overlap a step begins here
+    def backward(of: torch.Tensor) -> None:
+        of.grad = None
+        (of * torch.arange(4.0)).sum().backward()
 
-    def child() -> None:
+    def two_steps() -> None:
         optimizer.step()
-        backward()
+        backward(weight)
         optimizer.step()
-        assert torch.equal(weight.detach(), wanted)
-        optimizer.close()
+        assert torch.equal(weight, reference)
 
-    with torch.no_grad():
-        before = weight.clone()
-    reference = torch.nn.Parameter(torch.ones(4))
-    plain = OffloadedAdamW([reference], lr=0.5, overlap=overlap, threads=1)
     for _ in range(3):
-        plain.zero_grad()
-        (reference * torch.arange(4.0)).sum().backward()
+        backward(reference)
         plain.step()
-    wanted = reference.detach()
-    assert in_forked_process(child) == 0
-    assert torch.equal(weight.detach(), before)
+    backward(weight)
     optimizer.step()
-    backward()
-    optimizer.step()
-    assert torch.equal(weight.detach(), wanted)
-    optimizer.close()
-    plain.close()
+    backward(weight)  # with overlap a step begins here
+    before = weight.detach().clone()
+    assert in_forked_process(lambda: (two_steps(), optimizer.close())) == 0
+    assert torch.equal(weight, before)
+    two_steps()
 
 
 def test_a_forked_process_closes_what_it_does_not_use() -> None:
@@ -175,7 +166,6 @@ def test_a_forked_process_closes_what_it_does_not_use() -> None:
     optimizer = OffloadedAdamW([weight], threads=2)
     (weight * 2).sum().backward()
     assert in_forked_process(optimizer.close) == 0
-    optimizer.close()
 
 
 def test_workers_may_be_closed_by_one_of_their_own_threads() -> None:

@@ -14,17 +14,13 @@ from fusedops.planner import (
     estimate,
     fastest,
     load_device,
-    memory,
     parse_bytes,
     plan,
     preset,
-    saved_tensors,
     show_bytes,
     show_count,
-    space,
 )
 from fusedops.planner.search import describe
-from fusedops.planner.space import LayoutSpace
 
 PANGU = preset("pangu-13b")
 MIXTRAL = preset("mixtral-8x7b")
@@ -43,22 +39,10 @@ INTERLEAVED = {"pp": 4, "pipeline_schedule": "interleaved", "microbatches": 4}
         (MIXTRAL, {"ep": 4, "dp": 2}, 2, "ep must be a divisor of dp x cp = 2, inside of which"),
         (PANGU, {"tp": 8, "sp": True, "seq_len": 1020}, 8, "the tokens of a device (sp), 1020"),
         (PANGU, {"cp": 3}, 3, "cp must be a divisor of the tokens of a sequence, 1024, got 3"),
-        (
-            PANGU,
-            INTERLEAVED | {"pipeline_virtual": 11, "microbatches": 4},
-            4,
-            "virtual 10 would fit",
-        ),
-        (PANGU, {"pipeline_virtual": 2}, 1, "pipeline_virtual must be None or 1 with pp 1"),
-        (PANGU, INTERLEAVED | {"microbatches": 9}, 4, "'interleaved', got 9 (7, 8, 10, 12 would"),
+        (PANGU, INTERLEAVED | {"pipeline_virtual": 11}, 4, "virtual 10 would fit"),
         (PANGU, {"seq_len": 2048}, 1, "seq_len must be at most 1024, the positions that the model"),
-        (PANGU, {"zero": 4}, 1, "zero must be 0, 1, 2 or 3, got 4"),
-        (PANGU, {"dp": 0}, 1, "dp must be at least 1, got 0"),
+        (PANGU, {"dp": 0}, 1, "ParallelConfig: dp must be at least 1, got 0"),
         (PANGU, {"precision": "mixd"}, 1, "did you mean 'mixed'?"),
-        (PANGU, {"recompute": "ful"}, 1, "did you mean 'full'?"),
-        (PANGU, {"recompute": "full+norm"}, 1, "none or full alone"),
-        (PANGU, {"offload": ("optimiser",)}, 1, "did you mean 'optimizer'?"),
-        (PANGU, {"pipeline_schedule": "1F1B"}, 1, "pipeline_schedule must be one of"),
     ],
     ids=lambda value: str(value) if isinstance(value, (dict, int)) else "",
 )
@@ -67,31 +51,6 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_would(
 ) -> None:
     with pytest.raises(ValueError) as error:
         check(model, Layout.of(**sizes), devices)
-    assert says in str(error.value)
-
-
-def test_a_size_that_is_no_integer_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="ParallelConfig: tp must be an int, got float"):
-        check(PANGU, Layout.of(tp=2.0))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"num_heads": 3}, "num_heads must be a divisor of hidden_size 64"),
-        ({"num_kv_heads": 3}, "num_kv_heads must be a divisor of num_heads 4, got 3"),
-        ({"num_experts": 2, "top_k": 3}, "top_k must be at most num_experts 2, got 3"),
-        ({"num_experts": 2, "moe_layers": 9}, "moe_layers must be at most 2, the layers, got 9"),
-        ({"activation": "gelo"}, "did you mean 'gelu'?"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-    ],
-)
-def test_sizes_of_a_model_are_checked(sizes: dict[str, Any], says: str) -> None:
-    small = TransformerConfig(
-        hidden_size=64, num_layers=2, num_heads=4, intermediate_size=96, vocab_size=8, seq_len=4
-    )
-    with pytest.raises(ValueError) as error:
-        replace(small, **sizes)
     assert says in str(error.value)
 
 
@@ -130,12 +89,8 @@ def test_sizes_that_are_none_are_told(text: str, says: str) -> None:
 
 
 def test_sizes_are_shown() -> None:
-    assert [show_bytes(n) for n in (5, 2048, 3 << 29, 1 << 50)] == [
-        "5 B",
-        "2.00 KiB",
-        "1.50 GiB",
-        "1024 TiB",
-    ]
+    shown = [show_bytes(n) for n in (5, 2048, 3 << 29, 1 << 50)]
+    assert shown == ["5 B", "2.00 KiB", "1.50 GiB", "1024 TiB"]
     assert [show_count(n) for n in (12, 124_439_808, 1.571e12)] == ["12", "124 M", "1.57 T"]
 
 
@@ -163,9 +118,8 @@ def test_experts_are_divided_by_expert_and_tensor_parallelism_and_shared_by_the_
 def test_a_tied_head_on_another_stage_is_a_second_copy() -> None:
     words = PANGU.vocab_size * PANGU.hidden_size
     layers = PANGU.layers().total // 2
-    last = estimate(
-        replace(PANGU, position_tables=0, query_layer=False), Layout.of(pp=2, microbatches=1)
-    )
+    bare = replace(PANGU, position_tables=0, query_layer=False)
+    last = estimate(bare, Layout.of(pp=2, microbatches=1))
     assert last.weights == 2 * (layers + words + (2 * PANGU.hidden_size if last.stage else 0))
 
 
@@ -264,54 +218,10 @@ def test_a_size_that_no_layout_has_is_noted() -> None:
     assert plan(PANGU, 8, 32 << 30).notes == ()
 
 
-def test_an_estimate_lists_what_a_layer_saves_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    layer = saved_tensors.layer
-
-    def counted(*args: Any) -> list[saved_tensors.Saved]:
-        calls.append(args[2])
-        return layer(*args)
-
-    monkeypatch.setattr(saved_tensors, "layer", counted)
-    estimate(MIXTRAL, Layout.of(dp=3, microbatches=5, seq_len=777))
-    assert sorted(calls) == [0, 31]  # the first layer and the last one
-
-
-def test_advice_does_not_search_numbers_of_devices_that_cannot_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    searched: list[int] = []
-    every = LayoutSpace.meshes
-
-    def counted(space: LayoutSpace) -> Any:
-        searched.append(space.devices)
-        return every(space)
-
-    monkeypatch.setattr(LayoutSpace, "meshes", counted)
+def test_advice_where_no_number_of_devices_would_do() -> None:
     one = {"tp": (1,), "pp": (1,), "recompute": ("full",)}
     found = plan(preset("gpt2"), 2, 100 << 20, Layout.of(micro_batch=8), **one)
     assert found.fitting == 0 and "a smaller micro-batch" in found.advice
-    assert searched == [2, 1 << 16]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"recompute_slice_activation": True}, "recompute_slice_activation must be False unless"),
-        (
-            {"recompute": "full", "recompute_slice_activation": True, "sp": True, "tp": 2},
-            "recompute_slice_activation must be False with sp",
-        ),
-        ({"recompute": "full+norm"}, "recompute must be none or full alone"),
-    ],
-)
-def test_recomputation_has_one_rule_with_that_of_parallelize(
-    options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=f"ParallelConfig: {says}"):
-        ParallelConfig(**options)
-    with pytest.raises(ValueError, match=f"ParallelConfig: {says}"):
-        Layout.of(**options)
 
 
 def test_a_plan_of_slices_has_those_of_sequence_parallelism() -> None:
@@ -328,9 +238,7 @@ def test_a_plan_of_slices_has_those_of_sequence_parallelism() -> None:
         ({"devices": 1.5}, TypeError, "devices must be an int"),
         ({"tp": (0,)}, ValueError, "tp must be at least 1, got 0"),
         ({"recompute": ("slective",)}, ValueError, "recompute must be .*did you mean"),
-        ({"zero": (5,)}, ValueError, "zero must be 0, 1, 2 or 3, got 5"),
         ({"schedule": ("1f2b",)}, ValueError, "pipeline_schedule must be .*did you mean"),
-        ({"offload": ("optimiser",)}, ValueError, "offload must be .*did you mean"),
         ({"virtual": 0}, ValueError, "pipeline_virtual must be at least 1, got 0"),
         ({"global_batch": 0}, ValueError, "global_batch must be at least 1, got 0"),
     ],
@@ -358,11 +266,3 @@ def test_one_device_has_one_stage_of_zero() -> None:
 def test_experts_in_host_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="offload must be without 'experts'"):
         Layout(ParallelConfig(offload="experts"))
-
-
-def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Layout] = []
-    monkeypatch.setattr(space, "check", lambda model, layout: checked.append(layout))
-    monkeypatch.setattr(memory, "check", lambda *given: pytest.fail("checked again"))
-    result = plan(preset("gpt2"), 2, 64 << 30, tp=(1,), pp=(1,))
-    assert len(result.rows) > 1 and len(checked) == 1  # the mesh
