@@ -17,7 +17,7 @@ from comparing import assert_same_bits
 from optim_testing import masters, train
 
 from fusedops.optim import OffloadedAdamW
-from fusedops.runtime.copy_engine import CopyError, HostCopyEngine, finish_all
+from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 SEEDS = range(12)
 LONGEST = 0.004  # seconds of a delay: long beside what a bucket of the tiny model takes
@@ -163,19 +163,6 @@ def test_a_failed_copy_is_told() -> None:
         optimizer.step()
     assert optimizer.state[param]["step"] == 0.0
     assert_same_bits(param.detach(), torch.ones(3))
-
-
-def test_a_failed_copy_is_told_when_all_have_ended() -> None:
-    class Failing:
-        def finish(self, ticket: int, seconds: float | None = None) -> None:
-            ended.append(ticket)
-            if ticket < 2:
-                raise CopyError(f"copy {ticket}")
-
-    ended: list[int] = []
-    with pytest.raises(CopyError, match="copy 0"):
-        finish_all(Failing(), [lambda number=number: number for number in range(3)])  # type: ignore
-    assert ended == [0, 1, 2]
 
 
 def test_parameters_are_written_anew_from_their_masters() -> None:

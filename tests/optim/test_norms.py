@@ -14,6 +14,8 @@ import fusedops
 from fusedops._core import dtypes
 from fusedops.optim import clip_grad_norm_, global_norm
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def test_large_and_small_numbers_neither_overflow_nor_vanish() -> None:
     large = torch.full((3,), 3e38)
@@ -34,9 +36,7 @@ def test_threads_and_order_do_not_show() -> None:
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_one_element_that_is_not_finite_shows(

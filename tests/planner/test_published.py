@@ -149,14 +149,9 @@ def korthikanti(t: int, scores: float, *, sp: bool, remade: bool) -> float:
 @pytest.mark.parametrize("remade", [False, True])
 def test_activations_of_a_layer_are_those_of_the_paper(t: int, sp: bool, remade: bool) -> None:
     model = replace(preset("gpt3"), seq_len=2048)
-    layout = Layout.of(
-        tp=t,
-        sp=sp,
-        micro_batch=4,
-        kernels="eager",
-        dropout=True,
-        recompute="scores" if remade else "none",
-    )
+    options = {"micro_batch": 4, "kernels": "eager", "dropout": True}
+    options |= {"recompute": "scores" if remade else "none"}
+    layout = Layout.of(tp=t, sp=sp, **options)
     unit = 2048 * 4 * model.hidden_size
     wanted = korthikanti(t, 96 * 2048 / model.hidden_size, sp=sp, remade=remade)
     # Theirs leaves out the two statistics of each norm's rows.

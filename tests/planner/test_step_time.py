@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusedops.bench.calibration import calibrate
 from fusedops.launch.config_table import InputError
 from fusedops.planner import StepShape, known_devices, load_device, step_time
 from fusedops.planner.device import FOLDER
@@ -93,18 +91,17 @@ def test_float32_moves_twice_the_bytes_and_computes_by_its_own_peak() -> None:
 
 def test_halves_of_a_micro_batch_hide_each_others_collectives() -> None:
     device = load_device("a100-80")
+    share = device.efficiency.overlap_microbatches
     for sizes in ({"tp": 8}, {"experts": 64, "top_k": 8, "ep": 8, "dp": 8, "inner": 1024}):
+        halves: dict[str, Any] = {**sizes, "overlap_microbatches": True}
         plain = step_time(shape(**sizes, micro_batch=2), device)
-        halved = step_time(shape(**sizes, micro_batch=2, overlap_microbatches=True), device)
-        sent = plain.parts["tensor"] + plain.parts["experts"]
-        left = halved.parts["tensor"] + halved.parts["experts"]
-        share = device.efficiency.overlap_microbatches
+        halved = step_time(shape(**halves, micro_batch=2), device)
+        sent, left = (time.parts["tensor"] + time.parts["experts"] for time in (plain, halved))
         # Two halves have twice the latencies of one.
         assert (1 - share) * sent <= left < 1.2 * (1 - share) * sent
-        assert halved.hidden - plain.hidden == pytest.approx(share / (1 - share) * left)
         assert halved.parts["products"] > plain.parts["products"]
-        one = step_time(shape(**sizes, overlap_microbatches=True), device)
-        assert one == step_time(shape(**sizes), device)  # a sequence is not halved
+        # A sequence is not halved.
+        assert step_time(shape(**halves), device) == step_time(shape(**sizes), device)
 
 
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks_there() -> None:
@@ -194,22 +191,6 @@ def test_routed_rows_are_those_of_a_rank_and_travel_once_to_a_node() -> None:
     assert plain["layers"] > step_time(shape(), device).parts["layers"]
 
 
-def test_efficiencies_that_made_the_times_are_found_again() -> None:
-    device = load_device("a100-80")
-    true = replace(device.efficiency, products=0.6, node=0.5, attention=0.25)
-    shapes = [
-        shape(tp=tp, micro_batch=mbs, seq_len=length)
-        for tp, mbs, length in itertools.product((1, 2, 8), (1, 4), (1024, 8192))
-    ]
-    steps = [
-        (one, device, step_time(one, replace(device, efficiency=true)).seconds) for one in shapes
-    ]
-    fitted = calibrate(steps, device.efficiency, names=("products", "node", "attention"))
-    for name in ("products", "node", "attention"):
-        assert getattr(fitted, name) == pytest.approx(getattr(true, name), rel=0.01)
-    assert fitted.host_seconds == device.efficiency.host_seconds
-
-
 def test_all_network_cards_of_a_node_carry_a_group_that_spans_nodes() -> None:
     """An all-reduce of 16 ranks on two nodes leaves each node by the cards of its 8 devices."""
     device = load_device("a100-80")
@@ -225,14 +206,3 @@ def test_all_network_cards_of_a_node_carry_a_group_that_spans_nodes() -> None:
     fast = replace(slow, links=replace(links, network=1e12))
     inside = links.node * plain.node
     assert step_time(one, fast).parts["tensor"] == pytest.approx(sums * moved / inside)
-
-
-def test_a_ring_of_keys_has_one_network_card_between_nodes() -> None:
-    device = load_device("a100-80")
-    sent = {
-        cp: step_time(shape(cp=cp, seq_len=65536), device).parts["context"] / (cp - 1) * cp
-        for cp in (8, 16)
-    }
-    links, usual = device.links, device.efficiency
-    ratio = links.node * usual.node / (links.network * usual.network)
-    assert sent[16] / sent[8] == pytest.approx(ratio)

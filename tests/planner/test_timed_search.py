@@ -62,26 +62,23 @@ def brute_force(
         dp = devices // (tp * pp * cp)
         if dp * tp * pp * cp != devices or batch % dp or (ep > 1 and not model.num_experts):
             continue
-        for rows in (1, 2, 4, 8, 16):
-            if batch % (dp * rows):
+        pipelines = [(name, None) for name in SCHEDULES if name != "interleaved"]
+        pipelines += [("interleaved", stages) for stages in (2, 3, 4, 5, 6, 8)]
+        pipelines = pipelines if pp > 1 else pipelines[:1]
+        for rows, (name, stages), zero in itertools.product((1, 2, 4, 8, 16), pipelines, range(4)):
+            if batch % (dp * rows) or (zero and dp * cp == 1):
                 continue
-            pipelines = [(name, None) for name in SCHEDULES if name != "interleaved"]
-            pipelines += [("interleaved", stages) for stages in (2, 3, 4, 5, 6, 8)]
-            pipelines = pipelines if pp > 1 else pipelines[:1]
-            for (name, stages), zero, (words, layers), offload in itertools.product(
-                pipelines, range(4), RECOMPUTED, OFFLOADS
-            ):
-                if zero and dp * cp == 1:
-                    continue
-                try:
-                    options = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sp": tp > 1}
-                    options |= {"micro_batch": rows, "microbatches": batch // (dp * rows)}
-                    options |= {"pipeline_schedule": name, "pipeline_virtual": stages}
-                    options |= {"recompute": words, "recompute_layers": layers}
-                    layout = Layout.of(**options, zero=zero, offload=offload)
-                    check(model, layout, devices)
-                except ValueError:
-                    continue
+            options = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sp": tp > 1, "zero": zero}
+            options |= {"micro_batch": rows, "microbatches": batch // (dp * rows)}
+            options |= {"pipeline_schedule": name, "pipeline_virtual": stages}
+            try:
+                plain = Layout.of(**options)
+                check(model, plain, devices)
+            except ValueError:
+                continue
+            for (words, layers), offload in itertools.product(RECOMPUTED, OFFLOADS):
+                changes = {"recompute": words, "recompute_layers": layers, "offload": offload}
+                layout = plain.replace(**changes)
                 seconds = step_time(step_shape(model, layout), device).seconds
                 if seconds < best and estimate(model, layout).peak <= memory:
                     best = seconds
