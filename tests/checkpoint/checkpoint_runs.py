@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import random
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,18 @@ from torch import nn
 
 import fusedops
 from fusedops.checkpoint import Checkpointer, Guard
+from fusedops.checkpoint import folder as folders
 from fusedops.runtime import generators
 
 WIDTH = 64
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Let the random generators go on as if nothing had been drawn."""
+    states = generators.capture()
+    yield
+    generators.restore(states)
 
 
 class Net(nn.Module):
@@ -79,8 +91,7 @@ class Run:
         """Go on from the last checkpoint to ``steps``; return a digest of all that there is."""
         restored = self.checkpointer.load()
         start = restored.step if restored else 0
-        if restored:
-            assert restored.data == {"position": start * 8}
+        assert restored is None or restored.data == {"position": start * 8}
         for number in range(start, steps):
             self.step(number)
             if (number + 1) % every == 0:
@@ -95,9 +106,8 @@ class Run:
         tensors = [*self.model.state_dict().values()]
         for state in self.optimizer.state_dict()["state"].values():
             tensors += state.values()
-        now = generators.capture()
-        drawn = [torch.rand(4), torch.tensor([random.random(), float(numpy.random.rand())])]
-        generators.restore(now)
+        with undrawn():
+            drawn = [torch.rand(4), torch.tensor([random.random(), float(numpy.random.rand())])]
         for tensor in [*tensors, *drawn]:
             found.update(full_tensor(tensor).contiguous().numpy().tobytes())
         return found.hexdigest()
@@ -109,6 +119,21 @@ def train(connection: Any, root: str, steps: int, block: bool) -> None:
     run = Run(Path(root))
     connection.send("begins")
     connection.send(run.train(steps, block=block))
+
+
+@functools.cache
+def uninterrupted(steps: int) -> str:
+    """Return what a run without a checkpoint ends with."""
+    with undrawn(), tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder))
+        for number in range(steps):
+            run.step(number)
+        return run.digest()
+
+
+def steps_in(root: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, the newest first."""
+    return [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(root)]
 
 
 on_ranks = partial(on_fresh_ranks, patience=60.0, timeout=30.0)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
+import random
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_runs import Run
+from checkpoint_runs import Run, steps_in, train, undrawn, uninterrupted
 from process_pool import start_process
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fusedops.checkpoint import Checkpointer, CheckpointError
 from fusedops.checkpoint import folder as folders
-from fusedops.runtime import generators
 
 FILES = (".metadata", "__0_0.distcp", "rank-00000.pt", "manifest.json")
 
@@ -30,6 +32,12 @@ def two_checkpoints(root: Path) -> Run:
     run = Run(root)
     run.train(2)
     return run
+
+
+def assert_loads(root: Path, step: int) -> None:
+    """Assert that the last checkpoint is good, and of a step."""
+    restored = Run(root).checkpointer.load()
+    assert restored is not None and restored.step == step and restored.passed_over == ()
 
 
 def truncated(path: Path) -> None:
@@ -73,12 +81,8 @@ def test_a_damaged_file_is_told_and_the_one_before_is_loaded(
     assert folder == newest and reason.startswith(name)
     assert f"{newest} is passed over: {reason}" in caplog.text
     # It goes on from there to the same end, and the damaged one is neither counted nor kept.
-    assert run.train(4) == Run(tmp_path / "other").train(4)
-    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [
-        4,
-        3,
-        2,
-    ]
+    assert run.train(4) == uninterrupted(4)
+    assert steps_in(tmp_path) == [4, 3, 2]
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -125,47 +129,33 @@ def test_a_manifest_of_a_later_version_is_passed_over(
     assert "is of version 2, this fusedops reads 1" in restored.passed_over[0][1]
 
 
-class FullDisk:
-    """A disk with room for so many bytes: each write beyond fails as the system's would."""
+def fill_disk(patch: pytest.MonkeyPatch, room: int) -> None:
+    """Leave room for so many bytes: each write beyond fails as the system's would."""
+    left = [room]
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def take(self, size: int) -> None:
-        if size > self.room:
+    def take(size: int) -> None:
+        if size > left[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= size
+        left[0] -= size
 
-    def stream(self, path: Any, mode: str) -> Any:
-        disk = self
+    class Stream(io.FileIO):
+        def write(self, content: Any) -> int:
+            take(memoryview(content).nbytes)
+            return super().write(content)
 
-        class Stream(io.FileIO):
-            def write(self, content: Any) -> int:
-                disk.take(memoryview(content).nbytes)
-                return super().write(content)
+    @contextlib.contextmanager
+    def create_stream(_: Any, path: Any, mode: str) -> Any:
+        with Stream(str(path), mode) if "w" in mode else open(path, mode) as file:
+            yield file
 
-        return Stream(str(path), mode)
+    write = folders.write
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import contextlib
+    def limited(path: Path, content: bytes) -> None:
+        take(len(content))
+        write(path, content)
 
-        @contextlib.contextmanager
-        def create_stream(_: Any, path: Any, mode: str) -> Any:
-            with self.stream(path, mode) if "w" in mode else open(path, mode) as file:
-                yield file
-
-        write = folders.write
-
-        def limited(path: Path, content: bytes) -> None:
-            self.take(len(content))
-            write(path, content)
-
-        monkeypatch.setattr(FileSystem, "create_stream", create_stream)
-        monkeypatch.setattr(folders, "write", limited)
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    patch.setattr(FileSystem, "create_stream", create_stream)
+    patch.setattr(folders, "write", limited)
 
 
 @pytest.mark.parametrize("block", [True, False])
@@ -176,45 +166,43 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     run = two_checkpoints(tmp_path)
     newest = folders.checkpoints(tmp_path)[0]
     run.step(2)
-    with monkeypatch.context() as patch:
-        FullDisk(int(share * size_of(newest))).install(patch)
-        with pytest.raises(CheckpointError) as error:
-            run.checkpointer.save(3, block=block)
-            run.checkpointer.wait()
+    size = sum(path.stat().st_size for path in newest.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        fill_disk(patch, int(share * size))
+        run.checkpointer.save(3, block=block)
+        run.checkpointer.wait()
     says = str(error.value)
     assert says.startswith("the checkpoint of step 3 was not written: No space left on device")
     assert says.endswith(f"the last good one is {newest}")
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".partial")] == []
-    meanwhile = generators.capture()
-    restored = Run(tmp_path).checkpointer.load()
-    assert restored is not None and restored.step == 2 and restored.passed_over == ()
-    generators.restore(meanwhile)
+    assert not list(tmp_path.glob(".partial*"))
+    with undrawn():
+        assert_loads(tmp_path, 2)
     # When there is room again, training has lost nothing.
     run.checkpointer.save(3, data={"position": 24})
     run.checkpointer.close()
-    assert Run(tmp_path).train(5) == Run(tmp_path / "other").train(5)
+    assert Run(tmp_path).train(5) == uninterrupted(5)
 
 
-def _train_with_small_files(connection: Any, root: str, size: int) -> None:
+def _train_with_small_files(connection: Any, root: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     run = Run(Path(root))
     run.checkpointer.load()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    try:
-        run.checkpointer.save(3)
-    except CheckpointError as error:
-        connection.send(str(error))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for size in (0, 5000, 100_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+        try:
+            run.checkpointer.save(3)
+        except CheckpointError as error:
+            connection.send(str(error))
 
 
 def test_a_limit_of_the_system_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     two_checkpoints(tmp_path).checkpointer.close()
-    for size in (0, 5000, 100_000):
-        process, mine = start_process(_train_with_small_files, str(tmp_path), size)
-        says = mine.recv()
-        process.join()
-        assert "the checkpoint of step 3 was not written: File too large" in says
-        restored = Run(tmp_path).checkpointer.load()
-        assert restored is not None and restored.step == 2 and restored.passed_over == ()
+    process, mine = start_process(_train_with_small_files, str(tmp_path))
+    for _ in range(3):
+        assert "the checkpoint of step 3 was not written: File too large" in mine.recv()
+        assert_loads(tmp_path, 2)
+    process.join()
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:
@@ -231,9 +219,7 @@ def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = Run(tmp_path / "file")
-    with pytest.raises(
-        CheckpointError, match="of step 1 was not written: .*; there is none before"
-    ):
+    with pytest.raises(CheckpointError, match="of step 1 was not written: .*; there is none"):
         run.checkpointer.save(1)
 
 
@@ -242,13 +228,10 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     newest = folders.checkpoints(tmp_path)[0]
     shutil.copytree(newest, tmp_path / ".partial-step-0000000009.0")
     shutil.copytree(newest, tmp_path / ".removed-step-0000000001.0")
-    restored = run.checkpointer.load()
-    assert restored is not None and restored.step == 2 and restored.passed_over == ()
+    assert_loads(tmp_path, 2)
     run.checkpointer.save(3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".lock",
-        *(f"step-{step:010d}.0" for step in (1, 2, 3)),
-    ]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {".lock", *(f"step-{step:010d}.0" for step in (1, 2, 3))}
 
 
 def test_what_ended_the_run_is_told_before_a_checkpoint_that_was_not_written(
@@ -278,3 +261,51 @@ def test_a_file_that_no_rank_fingerprinted_is_no_checkpoint(
     with pytest.raises(CheckpointError, match="no rank has fingerprinted __0_0.distcp"):
         Checkpointer(tmp_path, nn.Linear(2, 2)).save(1)
     assert not folders.checkpoints(tmp_path)
+
+
+STEPS = 10
+
+
+def run_and_kill(root: Path, after: float | None, *, block: bool) -> tuple[float, str | None]:
+    """Train in a process and kill it so many seconds after it began.
+
+    Returns how long it ran, and its digest if it came to the end.
+    """
+    process, mine = start_process(train, str(root), STEPS, block)
+    assert mine.recv() == "begins"
+    began = time.monotonic()
+    ended = mine.poll(60 if after is None else after)
+    process.kill()
+    process.join()
+    return time.monotonic() - began, mine.recv() if ended else None
+
+
+def sweep(root: Path, moments: int, seed: int) -> None:
+    """Kill runs at random moments; each must have left what leads to the same end."""
+    lasts, wanted = run_and_kill(root / "whole", None, block=True)
+    assert wanted == uninterrupted(STEPS)
+    draw = random.Random(seed)
+    steps, unfinished = [], 0
+    for moment in range(moments):
+        folder = root / f"killed-{moment}"
+        block = moment % 2 == 0
+        _, digest = run_and_kill(folder, draw.uniform(0.0, lasts), block=block)
+        assert digest in (None, wanted)
+        unfinished += digest is None
+        run = Run(folder)
+        restored = run.checkpointer.load()
+        if restored is not None:
+            assert restored.passed_over == ()
+            steps.append(restored.step)
+        assert Run(folder).train(STEPS) == wanted, f"killed in run {moment} of seed {seed}"
+    # The moments fell into training, and into all of it.
+    assert unfinished >= moments // 2 and len(set(steps)) >= min(moments, 5) // 2
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    sweep(tmp_path, moments=3, seed=0)
+
+
+@pytest.mark.slow
+def test_fifty_moments(tmp_path: Path) -> None:
+    sweep(tmp_path, moments=50, seed=1)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import Run, on_ranks
+from checkpoint_runs import Run, on_ranks, steps_in
 
 from fusedops.checkpoint import Guard, GuardDecision, GuardError
-from fusedops.checkpoint import folder as folders
 
 NAN, INF = float("nan"), float("inf")
 
@@ -145,10 +144,6 @@ def _spoil(run: Run) -> None:
         run.model.first.weight.fill_(NAN)
 
 
-def _steps(folder: Path) -> list[int]:
-    return [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(folder)]
-
-
 @pytest.mark.parametrize("block", [True, False])
 def test_a_rollback_goes_back_before_the_weights_were_spoilt(tmp_path: Path, block: bool) -> None:
     run = Run(tmp_path, keep=1)
@@ -158,21 +153,21 @@ def test_a_rollback_goes_back_before_the_weights_were_spoilt(tmp_path: Path, blo
         run.step(step)
         run.checkpointer.save(step, block=block)
     run.checkpointer.wait()
-    assert _steps(tmp_path) == [4, 3]  # no step has shown yet what the last is worth
+    assert steps_in(tmp_path) == [4, 3]  # no step has shown yet what the last is worth
     weights = run.model.first.weight.clone()
     assert run.guard.check(5, 2.0).ok
-    assert _steps(tmp_path) == [4]
+    assert steps_in(tmp_path) == [4]
     _spoil(run)
     for step in (5, 6):
         run.checkpointer.save(step, block=block)
         assert run.guard.check(step, NAN).action == "skip"
     run.checkpointer.wait()
-    assert _steps(tmp_path) == [6, 4]
+    assert steps_in(tmp_path) == [6, 4]
     verdict = run.guard.check(7, NAN)
     assert verdict.restored is not None and verdict.restored.step == 4
     assert torch.equal(run.model.first.weight, weights)
     # What was saved later must not be what the next run begins with.
-    assert _steps(tmp_path) == [4]
+    assert steps_in(tmp_path) == [4]
 
 
 def test_a_run_that_goes_on_from_spoilt_weights_ends(tmp_path: Path) -> None:

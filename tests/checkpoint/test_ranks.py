@@ -5,51 +5,57 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from checkpoint_runs import Run, on_ranks
+from checkpoint_runs import Run, on_ranks, steps_in
 from one_process import full_tensor
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fusedops.checkpoint import Checkpointer, CheckpointError, rank_file, tensors
 from fusedops.checkpoint import folder as folders
 
 pytestmark = pytest.mark.distributed
 STEPS = 6
+OnRanks = Callable[..., list[Any]]
 
 
 def _shard(model: nn.Module) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     fully_shard(model)
 
 
-def _train(rank: int, root: str, steps: int, block: bool) -> str:
-    torch.set_num_threads(1)
+def _train(world: Any, root: str, steps: int, block: bool = True) -> str:
     run = Run(Path(root), wrap=_shard)
-    torch.manual_seed(rank)  # each rank drops other elements
+    torch.manual_seed(world.rank)  # each rank drops other elements
     return run.train(steps, block=block)
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_a_sharded_run_that_is_resumed_gives_the_same_bits(tmp_path: Path, block: bool) -> None:
-    whole = on_ranks(2, _train, str(tmp_path / "whole"), STEPS, block)
-    on_ranks(2, _train, str(tmp_path / "parts"), 3, block)
-    parts = on_ranks(2, _train, str(tmp_path / "parts"), STEPS, block)
-    assert whole == parts and all(len(each) == 64 for each in whole)
+def test_a_sharded_run_that_is_resumed_gives_the_same_bits(
+    tmp_path: Path, on_two_ranks: OnRanks, block: bool
+) -> None:
+    whole = on_two_ranks(_train, str(tmp_path / "whole"), STEPS, block)
+    on_two_ranks(_train, str(tmp_path / "parts"), 3, block)
+    assert on_two_ranks(_train, str(tmp_path / "parts"), STEPS, block) == whole
     newest = folders.checkpoints(tmp_path / "parts")[0]
     names = {path.name for path in newest.iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", "rank-00000.pt", "rank-00001.pt"} < names
 
 
 def _weights(rank: int, root: str) -> tuple[list[list[float]], int]:
-    import torch.distributed as dist
-
     run = Run(Path(root), wrap=_shard if dist.get_world_size() > 1 else lambda model: None)
     restored = run.checkpointer.load()
     assert restored is not None
@@ -58,9 +64,9 @@ def _weights(rank: int, root: str) -> tuple[list[list[float]], int]:
 
 
 def test_other_numbers_of_ranks_load_the_same_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, on_two_ranks: OnRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_ranks(2, _train, str(tmp_path), 2, True)
+    on_two_ranks(_train, str(tmp_path), 2)
     ((one, step),) = on_ranks(1, _weights, str(tmp_path))
     assert step == 2
     for values, *_ in on_ranks(4, _weights, str(tmp_path)):
@@ -74,8 +80,6 @@ def test_other_numbers_of_ranks_load_the_same_weights(
 
 def _in_other_groups(rank: int, root: str) -> list[int]:
     """Save and load on all ranks and on two of them, of which one is in a group of its own."""
-    import torch.distributed as dist
-
     _, pair = dist.new_group([0]), dist.new_group([0, 1])
     steps = []
     for name, group in (("all", None), ("pair", pair)):
@@ -91,26 +95,15 @@ def _in_other_groups(rank: int, root: str) -> list[int]:
 def _counted(rank: int, root: str) -> tuple[list[str], list[int], int]:
     """Return the files that a rank fingerprints in a save, those it reads back, and its data."""
     run = Run(Path(root), wrap=_shard)
-    names: list[str] = []
-    reads: list[int] = []
-    take, read = folders.fingerprints, rank_file.read
-
-    def fingerprints(folder: Path, listed: Iterable[str]) -> dict[str, dict[str, Any]]:
-        names.extend(listed)
-        return take(folder, names)
-
-    def read_rank(folder: Path, saved: int) -> dict[str, Any]:
-        reads.append(saved)
-        return read(folder, saved)
-
     with (
-        mock.patch.object(folders, "fingerprints", fingerprints),
-        mock.patch.object(rank_file, "read", read_rank),
+        mock.patch.object(folders, "fingerprints", wraps=folders.fingerprints) as taken,
+        mock.patch.object(rank_file, "read", wraps=rank_file.read) as read,
     ):
         run.checkpointer.save(1, data=10 * rank)
         restored = run.checkpointer.load()
     assert restored is not None
-    return names, reads, restored.data
+    names = [name for call in taken.call_args_list for name in call.args[1]]
+    return names, [call.args[1] for call in read.call_args_list], restored.data
 
 
 def test_a_rank_reads_its_share_and_fingerprints_what_it_wrote(tmp_path: Path) -> None:
@@ -126,45 +119,39 @@ def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:
     assert on_ranks(3, _in_other_groups, str(tmp_path)) == [[1, 1], [1, 1], [1]]
 
 
-def _with_other_steps(rank: int, root: str) -> list[str]:
+def _with_other_steps(world: Any, root: str) -> list[str]:
     messages = []
     with Checkpointer(Path(root), nn.Linear(2, 2)) as checkpointer:
         for step in (5, 6):
             checkpointer.save(step)
         for call in (checkpointer.save, checkpointer.load, checkpointer.rollback):
             with pytest.raises(ValueError) as caught:
-                call(5 + rank)
+                call(5 + world.rank)
             messages.append(str(caught.value))
     return messages
 
 
-def test_ranks_that_give_other_steps_all_raise(tmp_path: Path) -> None:
+def test_ranks_that_give_other_steps_all_raise(tmp_path: Path, on_two_ranks: OnRanks) -> None:
     message = "Checkpointer: step must be the same on all ranks, got 5 on rank 0, 6 on rank 1"
-    assert on_ranks(2, _with_other_steps, str(tmp_path)) == [[message] * 3] * 2
-    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [6, 5]
+    assert on_two_ranks(_with_other_steps, str(tmp_path)) == [[message] * 3] * 2
+    assert steps_in(tmp_path) == [6, 5]
 
 
-def _save_with_a_full_disk(rank: int, root: str) -> str:
+def _save_with_a_full_disk(world: Any, root: str) -> str:
     run = Run(Path(root), wrap=_shard)
     run.checkpointer.load()
-    if rank == 1:
-
-        def full(*_: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        folders.write = full
-    try:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    patch = mock.patch.object(folders, "write", side_effect=error)
+    with pytest.raises(CheckpointError) as caught, patch if world.rank else nullcontext():
         run.checkpointer.save(9)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+    return str(caught.value)
 
 
-def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
-    on_ranks(2, _train, str(tmp_path), 2, True)
-    for says in on_ranks(2, _save_with_a_full_disk, str(tmp_path)):
+def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path, on_two_ranks: OnRanks) -> None:
+    on_two_ranks(_train, str(tmp_path), 2)
+    for says in on_two_ranks(_save_with_a_full_disk, str(tmp_path)):
         assert "step 9 was not written: rank 1: No space left on device; the last good" in says
-    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [2, 1]
+    assert steps_in(tmp_path) == [2, 1]
 
 
 def _die_while_saving(rank: int, root: str) -> str:
@@ -185,14 +172,16 @@ def _die_while_saving(rank: int, root: str) -> str:
     return "saved"
 
 
-def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    on_ranks(2, _train, str(tmp_path), 3, True)
+def test_a_rank_that_is_killed_leaves_the_last_checkpoint(
+    tmp_path: Path, on_two_ranks: OnRanks
+) -> None:
+    on_two_ranks(_train, str(tmp_path), 3)
     first, second = on_ranks(2, _die_while_saving, str(tmp_path))
     assert second == "died" and first != "saved"
     restored = Run(tmp_path).checkpointer.load()
     assert restored is not None and restored.step == 3 and restored.passed_over == ()
-    whole = on_ranks(2, _train, str(tmp_path / "whole"), STEPS, True)
-    assert on_ranks(2, _train, str(tmp_path), STEPS, True) == whole
+    whole = on_two_ranks(_train, str(tmp_path / "whole"), STEPS)
+    assert on_two_ranks(_train, str(tmp_path), STEPS) == whole
 
 
 class _Stage(nn.Module):
@@ -203,7 +192,8 @@ class _Stage(nn.Module):
         self.layers = nn.ModuleDict({str(layer): nn.Linear(4, 4) for layer in layers})
 
 
-def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
+def _stages(world: Any, root: str, save: bool) -> dict[str, list[float]]:
+    rank = world.rank
     torch.manual_seed(rank if save else 50)
     model = _Stage([0, 1] if rank == 0 else [2])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
@@ -212,45 +202,49 @@ def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
         sum(layer(torch.ones(1, 4)).sum() for layer in model.layers.values()).backward()
         optimizer.step()
         checkpointer.save(1)
+        checkpointer.close()
     else:
         assert checkpointer.load() is not None and optimizer.param_groups[0]["lr"] == 0.1 + rank
-    found = {name: each.flatten().tolist() for name, each in model.state_dict().items()}
+    return _values(model, optimizer)
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """Return the parameters and the first moments, by name."""
+    found = {}
     for name, parameter in model.named_parameters():
-        found[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].flatten().tolist()
+        found[name] = full_tensor(parameter).flatten().tolist()
+        moment = optimizer.state[parameter]["exp_avg"]
+        found[f"{name}.exp_avg"] = full_tensor(moment).flatten().tolist()
     return found
 
 
-def test_stages_of_a_pipeline_have_other_parameters(tmp_path: Path) -> None:
-    saved = on_ranks(2, _stages, str(tmp_path), True)
-    assert on_ranks(2, _stages, str(tmp_path), False) == saved
+def test_stages_of_a_pipeline_have_other_parameters(tmp_path: Path, on_two_ranks: OnRanks) -> None:
+    saved = on_two_ranks(_stages, str(tmp_path), True)
+    assert on_two_ranks(_stages, str(tmp_path), False) == saved
     # All of them, in one process.
     model = _Stage([0, 1, 2])
     optimizer = torch.optim.AdamW(model.parameters())
     Checkpointer(tmp_path, model, optimizer).load()
-    for name, parameter in model.named_parameters():
-        owner = saved[1] if name.startswith("layers.2") else saved[0]
-        assert parameter.flatten().tolist() == owner[name]
-        assert optimizer.state[parameter]["exp_avg"].flatten().tolist() == owner[f"{name}.exp_avg"]
+    assert _values(model, optimizer) == saved[0] | saved[1]
 
 
-def _refused_on_one_rank(rank: int, root: str) -> list[str]:
+def _refused_on_one_rank(world: Any, root: str) -> list[str]:
     run = Run(Path(root), wrap=_shard)
     said = []
     for action in (
-        lambda: run.checkpointer.save(1, data=object() if rank == 1 else None),
-        lambda: Checkpointer(Path(root), nn.Linear(2, 2 + rank)).load(),
+        lambda: run.checkpointer.save(1, data=object() if world.rank else None),
+        lambda: Checkpointer(Path(root), nn.Linear(2, 2 + world.rank)).load(),
     ):
-        try:
+        with pytest.raises((TypeError, ValueError)) as caught:
             action()
-        except (TypeError, ValueError) as error:
-            said.append(str(error))
+        said.append(str(caught.value))
     return said
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
-    on_ranks(2, _train, str(tmp_path), 1, True)
-    first, second = on_ranks(2, _refused_on_one_rank, str(tmp_path))
-    assert first == second and len(first) == 2
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path, on_two_ranks: OnRanks) -> None:
+    on_two_ranks(_train, str(tmp_path), 1)
+    first, second = on_two_ranks(_refused_on_one_rank, str(tmp_path))
+    assert first == second
     assert first[0].startswith("rank 1: Checkpointer: data must hold numbers")
     assert "rank 0: " in first[1] and "is of another model" in first[1]
 
@@ -258,14 +252,7 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
 WRAPPERS = ("tensor", "data", "compiled", "plain")
 
 
-def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
+def _wrapped(world: Any, root: str, kind: str, save: bool) -> list[list[float]]:
     torch.manual_seed(7 if save else 8)
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     if kind == "tensor":
@@ -276,27 +263,24 @@ def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
         if kind == "compiled":
             model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    checkpointer = Checkpointer(Path(root), model, optimizer)
-    if save:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        checkpointer.save(1)
-    else:
-        assert checkpointer.load() is not None and len(optimizer.state) == 4
-    found = []
-    for parameter in model.parameters():
-        for value in (parameter, optimizer.state[parameter]["exp_avg"]):
-            found += full_tensor(value).flatten().tolist()
-    return found
+    with Checkpointer(Path(root), model, optimizer) as checkpointer:
+        if save:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            checkpointer.save(1)
+        else:
+            assert checkpointer.load() is not None and len(optimizer.state) == 4
+    return list(_values(model, optimizer).values())
 
 
-def _load_as_others(rank: int, root: str, saved_as: str) -> list[list[float]]:
-    others = [kind for kind in WRAPPERS if kind != saved_as]
-    return [_wrapped(rank, root, kind, False) for kind in others]
+def _load_as_others(world: Any, root: str, saved_as: str) -> list[list[list[float]]]:
+    return [_wrapped(world, root, kind, False) for kind in WRAPPERS if kind != saved_as]
 
 
 @pytest.mark.parametrize("saved_as", WRAPPERS)
-def test_any_wrapper_loads_what_another_saved(tmp_path: Path, saved_as: str) -> None:
-    (wanted, same) = on_ranks(2, _wrapped, str(tmp_path), saved_as, True)
-    assert wanted == same and isinstance(wanted, list)
-    assert on_ranks(2, _load_as_others, str(tmp_path), saved_as) == [[wanted] * 3] * 2
+def test_any_wrapper_loads_what_another_saved(
+    tmp_path: Path, on_two_ranks: OnRanks, saved_as: str
+) -> None:
+    wanted, same = on_two_ranks(_wrapped, str(tmp_path), saved_as, True)
+    assert wanted == same
+    assert on_two_ranks(_load_as_others, str(tmp_path), saved_as) == [[wanted] * 3] * 2

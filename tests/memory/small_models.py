@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from comparing import assert_same_bits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import memory
@@ -14,6 +17,17 @@ from fusedops.runtime.peak import peak_bytes
 
 VOCAB = 256
 CHECKED = memory.OffloadSettings(least_bytes=1, check=True)
+BY_OP = memory.recompute(ops=["layer_norm", "add_layer_norm", "aten::tanh"])
+POLICIES: dict[str, Callable[[str], list[Any]]] = {
+    "recompute": lambda modules: [memory.recompute(modules)],
+    "selective": lambda modules: [
+        memory.recompute(modules),
+        memory.save(ops=["attention", "aten::addmm", "aten::mm"]),
+    ],
+    "offload": lambda modules: [memory.offload(modules)],
+    "both": lambda modules: [memory.recompute(modules), memory.offload(modules)],
+    "by op": lambda modules: [BY_OP],
+}
 
 
 def gpt2(*, patched: bool = True, layers: int = 4, hidden: int = 64, **options: Any) -> nn.Module:
@@ -21,9 +35,8 @@ def gpt2(*, patched: bool = True, layers: int = 4, hidden: int = 64, **options: 
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": layers, "n_embd": hidden, "n_head": 2, "n_positions": 64}
-    config = GPT2Config(
-        **sizes, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, use_cache=False, **options
-    )
+    sizes |= {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**sizes, use_cache=False, **options)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).train()
     if patched:
@@ -85,15 +98,9 @@ def peak(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> int:
     return peak_bytes(lambda: step(model, loss), torch.device("cpu"))
 
 
-def assert_same_bits(
-    actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
-) -> None:
-    """Compare results of two runs, to the bit."""
-    assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        found = actual[name]
-        assert (found is None) == (wanted is None), name
-        assert wanted is None or (found is not None and torch.equal(found, wanted)), name
+def apply(model: nn.Module, policy: str, modules: str = "*") -> None:
+    """Give a model one of ``POLICIES``, whose copies are checked."""
+    memory.apply(model, memory.Policy(*POLICIES[policy](modules)), offload_settings=CHECKED)
 
 
 def assert_keeps_bits(
@@ -114,3 +121,20 @@ def assert_keeps_bits(
 def squared(x: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
     """Return a loss of models of ``x``."""
     return lambda model: model(x).square().sum()
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of operators, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def collectives(self, kind: str) -> int:
+        """Return how often collectives with this part in their names were called."""
+        names = [name for name in self.calls if name.startswith(("c10d::", "_c10d_functional::"))]
+        return sum(self.calls[name] for name in names if kind in name)

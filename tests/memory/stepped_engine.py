@@ -1,4 +1,4 @@
-"""A copy engine without threads, whose schedule is drawn: for the fuzzer.
+"""Copy engines for tests: one without threads, whose schedule is drawn, and one that is watched.
 
 Copies start in any order and are made in pieces, some at each call of the engine: every moment at
 which a copy could be under way is one at which it may be. The same seed gives the same schedule.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops.runtime.copy_engine import CopyTimeoutError
+from fusedops.runtime.copy_engine import HostCopyEngine
 
 PIECES = 3
 
@@ -22,7 +22,6 @@ class _Copy:
     source: torch.Tensor
     target: torch.Tensor
     after: _Copy | None
-    lost: bool
     pieces: int = 0
 
     @property
@@ -40,9 +39,8 @@ class SteppedEngine:
 
     pins_memory = False
 
-    def __init__(self, seed: int, *, loses: float = 0.0) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._loses = loses
         self._copies: list[_Copy] = []
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -52,11 +50,8 @@ class SteppedEngine:
         self, source: torch.Tensor, target: torch.Tensor, *, to_host: bool, after: Any = None
     ) -> Any:
         self._some()
-        made = _Copy(
-            source, target, after[-1] if after else None, self._random.random() < self._loses
-        )
-        self._copies.append(made)
-        return made
+        self._copies.append(_Copy(source, target, after[-1] if after else None))
+        return self._copies[-1]
 
     def done(self, ticket: Any) -> bool:
         self._some()
@@ -64,10 +59,7 @@ class SteppedEngine:
 
     def wait(self, ticket: Any, seconds: float) -> None:
         while not ticket.done:
-            ready = self._ready()
-            if not ready:
-                raise CopyTimeoutError("lost")
-            self._random.choice(ready).advance()
+            self._random.choice(self._ready()).advance()
 
     finish = wait
 
@@ -76,14 +68,34 @@ class SteppedEngine:
 
     def _ready(self) -> list[_Copy]:
         self._copies = [copy for copy in self._copies if not copy.done]
-        return [
-            each
-            for each in self._copies
-            if not each.lost and (each.after is None or each.after.done)
-        ]
+        return [copy for copy in self._copies if copy.after is None or copy.after.done]
 
     def _some(self) -> None:
         for _ in range(self._random.choice((0, 0, 0, 1, 2, 5))):
-            ready = self._ready()
-            if ready:
+            if ready := self._ready():
                 self._random.choice(ready).advance()
+
+
+class WatchedEngine(HostCopyEngine):
+    """Knows the memory on the device that was copied, and the order of copies and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.out: dict[int, torch.UntypedStorage] = {}
+        self.back: dict[int, torch.UntypedStorage] = {}
+
+    def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
+        storage = (source if to_host else target).untyped_storage()
+        (self.out if to_host else self.back)[storage._cdata] = storage
+        self.order.append("out" if to_host else "back")
+        return super().copy(source, target, to_host=to_host, after=after)
+
+    def wait(self, ticket: Any, seconds: float) -> None:
+        self.order.append("wait")
+        super().wait(ticket, seconds)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes on the device of what has come back."""
+        return sum(storage.nbytes() for storage in self.back.values())

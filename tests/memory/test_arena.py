@@ -40,11 +40,8 @@ def cut(seed: int, pieces: int, side: int = 1 << 12) -> Buffers:
             middle = draw.randrange(low + 1, high)
             boxes += [(left, right, low, middle), (left, right, middle, high)]
     draw.shuffle(boxes)
-    return (
-        [box[0] for box in boxes],
-        [box[1] for box in boxes],
-        [box[3] - box[2] for box in boxes],
-    )
+    left, right, low, high = zip(*boxes, strict=True)
+    return list(left), list(right), [b - a for a, b in zip(low, high, strict=True)]
 
 
 def overlaps(buffers: Buffers, offsets: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -156,9 +153,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "load", lambda: "it is not built")
-    with pytest.raises(
-        UnsupportedError, match=r"arena\.place: it needs the compiled library: it is"
-    ):
+    with pytest.raises(UnsupportedError, match=r"place: it needs the compiled library: it is"):
         arena.place(*drawn(5, 60))
 
 

@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_same_bits
+from comparing import assert_same_bits
+from small_models import CHECKED
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedops import memory
 
 
-class FunctionalNorm(nn.Module):
+class FunctionalNorm(nn.BatchNorm1d):
     """Batch norm whose running statistics no counter of writes tells of."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("var", torch.ones(8))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+        mean, var = self.running_mean, self.running_var
+        return nn.functional.batch_norm(x, mean, var, training=self.training)
 
 
 class Average(nn.Module):
@@ -48,7 +45,7 @@ class Average(nn.Module):
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(8),
-    "functional norm": FunctionalNorm,
+    "functional norm": lambda: FunctionalNorm(8, affine=False),
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
     ),
@@ -120,8 +117,7 @@ def test_buffers_and_gradients_keep_their_bits(module: str, backward: Callable[.
         [memory.recompute(when=lambda saved: saved.op == "aten::native_batch_norm")],
     ):
         found = copy.deepcopy(model)
-        settings = memory.OffloadSettings(least_bytes=1, check=True)
-        memory.apply(found, memory.Policy(*rules), offload_settings=settings)
+        memory.apply(found, memory.Policy(*rules), offload_settings=CHECKED)
         assert_same_bits(_trained(found, backward), expected)
 
 

@@ -1,17 +1,19 @@
-"""Policies between processes: DDP, FSDP2, and what a second forward does with communication."""
+"""Policies between processes: what is reported, and what a second forward communicates."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_models import CHECKED, encoder, encoder_loss, gpt2, language_loss
+from comparing import assert_same_bits
+from one_process import full_tensor
+from small_models import Count, encoder, encoder_loss
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -19,8 +21,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import memory
@@ -30,141 +30,36 @@ from fusedops.planner.memory import layer_bytes
 
 pytestmark = pytest.mark.distributed
 
-POLICIES: dict[str, Callable[[], memory.Policy]] = {
-    "recompute": lambda: memory.Policy(memory.recompute("*")),
-    "selective": lambda: memory.Policy(memory.recompute("*"), memory.save(ops="attention")),
-    "offload": lambda: memory.Policy(memory.offload("*")),
-    "both": lambda: memory.Policy(memory.recompute("*"), memory.offload("*")),
-    "by op": lambda: memory.Policy(memory.recompute(ops=["layer_norm", "add_layer_norm"])),
-    "gathered": lambda: memory.Policy(
-        memory.recompute("*", parallel_optimizer_comm_recompute=False)
-    ),
-}
-
-
-class Count(TorchDispatchMode):
-    """Counts collectives, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        full = getattr(parameter.grad, "full_tensor", None)
-        found.append(full() if full is not None else parameter.grad.clone())
-    return found
+    return [full_tensor(parameter.grad) for parameter in model.parameters()]
 
 
-def _assert_equal(found: list[list[torch.Tensor]], plain: list[list[torch.Tensor]]) -> None:
-    """Compare the gradients of all ranks, to the bit."""
-    for mine, wanted in zip(found, plain, strict=True):
-        assert len(mine) == len(wanted) and all(map(torch.equal, mine, wanted))
-
-
-def _steps(wrapped: nn.Module, world: Any) -> list[torch.Tensor]:
-    torch.manual_seed(world.rank)
-    for _ in range(2):
-        encoder_loss(wrapped).backward()
-    return _gradients(wrapped)
-
-
-def under_ddp(world: Any, policy: str | None) -> list[torch.Tensor]:
-    model = encoder()
-    if policy is not None:
-        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
-    return _steps(DistributedDataParallel(model), world)
-
-
-def under_fsdp(world: Any, policy: str | None, first: bool) -> list[torch.Tensor]:
-    model = encoder()
-    if policy is not None and first:
-        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
-    for layer in model:
-        # A layer's last norm is read by the next one: made again, it needs its weights then.
-        fully_shard(layer, reshard_after_forward=policy != "by op")
-    fully_shard(model)
-    if policy is not None and not first:
-        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
-    return _steps(model, world)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "selective", "offload", "both", "by op"])
-def test_gradients_keep_their_bits_under_ddp(
-    on_two_ranks: Callable[..., list[Any]], policy: str
-) -> None:
-    _assert_equal(on_two_ranks(under_ddp, policy), on_two_ranks(under_ddp, None))
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["applied before", "applied after"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_keep_their_bits_under_fsdp(
-    on_two_ranks: Callable[..., list[Any]], policy: str, first: bool
-) -> None:
-    _assert_equal(on_two_ranks(under_fsdp, policy, first), on_two_ranks(under_fsdp, None, True))
-
-
-def patched_under_fsdp(world: Any, policy: str | None) -> list[torch.Tensor]:
-    """Return the gradients of a patched GPT-2, cut by FSDP2, under autocast."""
-    model = gpt2(layers=2)
-    for block in model.transformer.h:
-        fully_shard(block)
-    fully_shard(model)
-    if policy is not None:
-        name = "transformer.h.*"
-        rules = {
-            "both": [memory.recompute(name), memory.offload(name)],
-            "selective": [memory.recompute(name), memory.save(ops="attention")],
-            "by op": [memory.recompute(ops=["layer_norm", "add_layer_norm"])],
-        }
-        memory.apply(model, memory.Policy(*rules[policy]), offload_settings=CHECKED)
-    torch.manual_seed(world.rank)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = language_loss(model)
-        loss.backward()
-    return _gradients(model)
-
-
-@pytest.mark.parametrize("policy", ["both", "selective", "by op"])
-def test_a_patched_gpt2_keeps_its_bits_under_fsdp_and_autocast(
-    on_two_ranks: Callable[..., list[Any]], policy: str
-) -> None:
-    found = on_two_ranks(patched_under_fsdp, policy)
-    _assert_equal(found, on_two_ranks(patched_under_fsdp, None))
-    assert all(any(bool(each.any()) for each in gradients) for gradients in found)
-
-
-def gathers(world: Any, again: bool) -> int:
-    """Return how many gathers of weights a step under FSDP2 makes."""
+def gathers(world: Any, again: bool | None) -> tuple[int, list[torch.Tensor]]:
+    """Return how many gathers of weights a step under FSDP2 makes, and the gradients."""
     model = encoder(layers=3)
-    rule = memory.recompute("*", parallel_optimizer_comm_recompute=again)
-    memory.apply(model, memory.Policy(rule))
+    if again is not None:
+        rule = memory.recompute("*", parallel_optimizer_comm_recompute=again)
+        memory.apply(model, memory.Policy(rule))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    torch.manual_seed(world.rank)
     with Count() as count:
         encoder_loss(model).backward()
-    return sum(n for name, n in count.calls.items() if "allgather" in name or "all_gather" in name)
+    return count.collectives("gather"), _gradients(model)
 
 
 def test_weights_are_gathered_again_in_the_backward_or_not(
     on_two_ranks: Callable[..., list[Any]],
 ) -> None:
-    assert on_two_ranks(gathers, True) == [6, 6]
-    assert on_two_ranks(gathers, False) == [3, 3]
+    plain = on_two_ranks(gathers, None)
+    for again, count in ((True, 6), (False, 3)):
+        assert_same_bits(on_two_ranks(gathers, again), [(count, grads) for _, grads in plain])
 
 
-def sharded_report(world: Any, layout: str) -> dict[str, Any]:
-    """Return what ``report`` and ``fit`` find of a model that is cut, and what is there."""
+def sharded_report(world: Any, layout: str) -> tuple[Any, Any, int, int]:
+    """Return what ``report`` and ``fit`` find of a sharded model, its bytes here and the budget."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
     model = nn.Sequential(*layers)
@@ -180,19 +75,11 @@ def sharded_report(world: Any, layout: str) -> dict[str, Any]:
     batch = torch.randn(rows, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     usual = memory.report(model, batch, optimizer=optimizer)
-    budget = usual.weights + usual.states + int(0.75 * usual.dynamic)
-    torch.distributed.broadcast(shared := torch.tensor(budget), 0)
-    chosen = memory.fit(model, batch, int(shared), optimizer=optimizer)
-    return {
-        "weights": usual.weights,
-        "states": usual.states,
-        "here": sum(parameter.to_local().nbytes for parameter in model.parameters()),
-        "gradients": usual.gradients,
-        "named": usual.named / usual.dynamic,
-        "policy": str(chosen.policy),
-        "peak": chosen.peak,
-        "budget": int(shared),
-    }
+    budget = torch.tensor(usual.weights + usual.states + int(0.75 * usual.dynamic))
+    dist.broadcast(budget, 0)
+    chosen = memory.fit(model, batch, int(budget), optimizer=optimizer)
+    here = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    return usual, (str(chosen.policy), chosen.peak), here, int(budget)
 
 
 @pytest.mark.ci
@@ -200,13 +87,12 @@ def sharded_report(world: Any, layout: str) -> dict[str, Any]:
 def test_a_rank_learns_its_own_bytes_and_all_choose_one_policy(
     on_two_ranks: Callable[..., list[Any]], layout: str
 ) -> None:
-    first, second = on_two_ranks(sharded_report, layout)
-    for each in (first, second):
-        assert each["weights"] == each["gradients"] == each["here"]
-        assert each["states"] == 2 * each["here"]
-        assert each["peak"] <= each["budget"]
-        assert each["named"] > 0.8
-    assert first["policy"] == second["policy"] != "Policy()"
+    policies = set()
+    for usual, (policy, peak), here, budget in on_two_ranks(sharded_report, layout):
+        assert usual.weights == usual.gradients == here and usual.states == 2 * here
+        assert peak <= budget and usual.named > 0.8 * usual.dynamic
+        policies.add(policy)
+    assert len(policies) == 1 and "Policy()" not in policies
 
 
 class _Reduce(torch.autograd.Function):
@@ -214,8 +100,6 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        import torch.distributed._functional_collectives as functional
-
         return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 
     @staticmethod
@@ -267,36 +151,29 @@ def row_parallel(
     del loss
     with Count() as count:
         model(x).sum().backward()
-    sums = sum(n for name, n in count.calls.items() if "reduce" in name)
-    gathers = sum(n for name, n in count.calls.items() if "gather" in name)
-    return sums, gathers, nbytes, _gradients(model)
+    return count.collectives("reduce"), count.collectives("gather"), nbytes, _gradients(model)
 
 
 def test_collectives_of_a_region_run_again_or_their_results_are_kept(
     on_two_ranks: Callable[..., list[Any]],
 ) -> None:
-    plain = on_two_ranks(row_parallel, None, False)
-    again = on_two_ranks(row_parallel, {"mp_comm_recompute": True}, False)
-    kept = on_two_ranks(row_parallel, {"mp_comm_recompute": False}, False)
-    for rank in range(2):
-        sums = [run[rank][0] for run in (plain, again, kept)]
-        assert sums == [LAYERS, 2 * LAYERS, LAYERS]
-        assert kept[rank][2] == again[rank][2] + LAYERS * ROWS
-        for run in (again, kept):
-            _assert_equal([run[rank][3]], [plain[rank][3]])
+    options = (None, {"mp_comm_recompute": True}, {"mp_comm_recompute": False})
+    runs = [on_two_ranks(row_parallel, option, False) for option in options]
+    for plain, again, kept in zip(*runs, strict=True):
+        assert [run[0] for run in (plain, again, kept)] == [LAYERS, 2 * LAYERS, LAYERS]
+        assert kept[2] == again[2] + LAYERS * ROWS
+        assert_same_bits([again[3], kept[3]], [plain[3], plain[3]])
 
 
 def test_a_rank_keeps_its_slice_of_a_region_s_input_and_gathers_it(
     on_two_ranks: Callable[..., list[Any]],
 ) -> None:
-    whole = on_two_ranks(row_parallel, {}, False)
-    sliced = on_two_ranks(row_parallel, {}, True)
-    for rank in range(2):
-        assert whole[rank][1] == 0 and sliced[rank][1] == LAYERS
+    runs = [on_two_ranks(row_parallel, {}, slices) for slices in (False, True)]
+    for whole, sliced in zip(*runs, strict=True):
+        assert whole[1] == 0 and sliced[1] == LAYERS
         # The first layer's input is the caller's, who keeps it; its slice is one more.
-        assert whole[rank][2] == (LAYERS - 1) * ROWS
-        assert sliced[rank][2] == LAYERS * ROWS // 2
-        _assert_equal([sliced[rank][3]], [whole[rank][3]])
+        assert whole[2] == (LAYERS - 1) * ROWS and sliced[2] == LAYERS * ROWS // 2
+        assert_same_bits(sliced[3], whole[3])
 
 
 def another_block_reads(_: Any) -> str:
@@ -309,11 +186,9 @@ def another_block_reads(_: Any) -> str:
     fully_shard(model, mesh=mesh)
     memory.apply(model, memory.Policy(memory.recompute(ops=["layer_norm"])))
     loss = model(torch.randn(4, 8)).square().sum()
-    try:
+    with pytest.raises(RuntimeError) as caught:
         loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return str(caught.value)
 
 
 def test_a_result_whose_weights_are_freed_is_not_made_of_what_lies_there(

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import assert_keeps_bits, assert_same_bits, encoder, encoder_loss, results
-from stepped_engine import SteppedEngine
+from comparing import assert_same_bits
+from small_models import CHECKED, VOCAB, assert_keeps_bits, encoder, encoder_loss, gpt2, results
+from stepped_engine import SteppedEngine, WatchedEngine
 
+import fusedops
 from fusedops import memory
+from fusedops.checkpoint import Checkpointer
 from fusedops.memory.apply import policy_state_of
 from fusedops.memory.offloading import pool as pools
 from fusedops.memory.offloading.offloader import Offloader
 from fusedops.memory.offloading.pool import BufferReuseError
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.ops._weight_gradients import summed
+from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.runtime.copy_engine import CopyTimeoutError, HostCopyEngine
+from fusedops.testing import threads
 
 CPU = torch.device("cpu")
 
 
-class TooEarly(pools.Pool):
-    """The planted bug: a buffer is free as soon as it is given back."""
+def offloading(**settings: Any) -> torch.nn.Module:
+    """Return a model of which all is offloaded."""
+    model = encoder()
+    options = memory.OffloadSettings(**{"least_bytes": 1} | settings)
+    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=options)
+    return model
 
-    def give_back(self, buffer: torch.Tensor, *tickets: Any) -> None:
-        self._release(buffer)
 
-
-def schedule(seed: int, *, loses: float = 0.0) -> None:
-    """Let tensors leave, come back, be asked for again and be dropped, as the seed says.
-
-    Every tensor that comes back is compared with what left.
-    """
+@pytest.mark.parametrize("seed", range(150))
+def test_what_comes_back_is_what_left_under_any_schedule(seed: int) -> None:
+    """Tensors leave, come back, are asked for again and are dropped, as the seed says."""
     draw = random.Random(seed)
     settings = memory.OffloadSettings(
         check=True,
         prefetch_depth=draw.randrange(3),
         in_flight_bytes=draw.choice((0, 20_000, 1 << 30)),
-        engine=lambda device: SteppedEngine(seed, loses=loses),
+        engine=lambda device: SteppedEngine(seed),
     )
     offloader = Offloader(CPU, settings)
     held: list[tuple[Any, int]] = []
@@ -64,53 +73,13 @@ def schedule(seed: int, *, loses: float = 0.0) -> None:
             del away
 
 
-def offloading(**settings: Any) -> torch.nn.Module:
-    """Return a model of which all is offloaded."""
-    model = encoder()
-    options = memory.OffloadSettings(**{"least_bytes": 1} | settings)
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=options)
-    return model
-
-
-def test_what_comes_back_is_what_left_under_any_schedule() -> None:
-    for seed in range(150):
-        schedule(seed)
-
-
-def test_the_fuzzer_finds_a_buffer_that_is_used_again_too_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fusedops.memory.offloading.offloader.Pool", TooEarly)
-    found = 0
-    for seed in range(150):
-        try:
-            schedule(seed)
-        except BufferReuseError:
-            found += 1
-    assert found > 10
-
-
-def test_poison_shows_in_what_is_read_from_a_buffer_that_was_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another planted bug, with the checksum off: the buffer is free when its copy back starts."""
-    start = Offloader._start
-
-    def start_and_release(offloader: Offloader, away: Any) -> None:
-        started = away.prefetch is None
-        start(offloader, away)
-        if started and away.prefetch is not None:
-            offloader._pool._release(away.buffer)
-
-    monkeypatch.setattr(Offloader, "_start", start_and_release)
-    monkeypatch.setattr("fusedops.memory.offloading.offloader._checksum", lambda tensor: 0)
-    wrong = []
-    for seed in range(20):
-        try:
-            schedule(seed)
-        except (AssertionError, BufferReuseError) as error:
-            wrong.append(str(error))
-    assert any("nan" in each for each in wrong)
+def test_bytes_that_changed_in_a_buffer_are_told() -> None:
+    offloader = Offloader(CPU, memory.OffloadSettings(check=True, in_flight_bytes=0))
+    away = offloader.put(torch.ones(3000))
+    away.buffer.zero_()
+    away.waiting += 1
+    with pytest.raises(BufferReuseError, match="other bytes came back than had left"):
+        away.get()
 
 
 def test_a_free_buffer_that_is_written_to_is_told() -> None:
@@ -159,54 +128,37 @@ def test_a_model_trains_alike_however_late_the_copies_are(
     assert_keeps_bits(encoder(dropout=0.2), encoder_loss, rules, steps=3, settings=settings)
 
 
-def test_a_copy_that_never_finishes_is_an_error_that_names_it() -> None:
-    engine = HostCopyEngine(delay=lambda n: None if n == 5 else 0.0)
-    model = offloading(in_flight_bytes=0, timeout=0.05, engine=lambda device: engine)
-    with pytest.raises(CopyTimeoutError, match=r"0.05 s \(on the way out, module '0'"):
+class Loses(HostCopyEngine):
+    """Never ends the copies one way, from some copy on."""
+
+    def __init__(self, to_host: bool) -> None:
+        super().__init__()
+        self._loses = to_host
+
+    def copy(self, *args: Any, to_host: bool, **options: Any) -> Any:
+        if to_host == self._loses:
+            self._delay = lambda number: None if number >= 5 else 0.0
+        return super().copy(*args, to_host=to_host, **options)
+
+
+@pytest.mark.parametrize(("to_host", "way"), [(True, "out, module '0'"), (False, "back")])
+def test_a_copy_that_never_finishes_is_an_error_that_names_it(to_host: bool, way: str) -> None:
+    model = offloading(in_flight_bytes=0, timeout=0.05, engine=lambda device: Loses(to_host))
+    with pytest.raises(CopyTimeoutError, match=rf"0.05 s \(on the way {way}"):
         results(model, encoder_loss)
-
-
-def test_a_copy_back_that_never_finishes_is_an_error() -> None:
-    made: list[int] = []
-
-    class LosesTheWayBack(HostCopyEngine):
-        def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
-            if not to_host:
-                made.append(1)
-                self._delay = lambda number: None
-            return super().copy(source, target, to_host=to_host, after=after)
-
-    model = offloading(in_flight_bytes=0, timeout=0.05, engine=lambda device: LosesTheWayBack())
-    with pytest.raises(CopyTimeoutError, match="on the way back"):
-        results(model, encoder_loss)
-    assert made
 
 
 def test_the_layer_before_is_fetched_while_one_runs_backward() -> None:
-    """With copies of 30 ms that run side by side, layers that came one by one would take longer."""
-    order: list[str] = []
-
-    class Watched(HostCopyEngine):
-        def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
-            order.append("out" if to_host else "back")
-            return super().copy(source, target, to_host=to_host, after=after)
-
-        def wait(self, ticket: Any, seconds: float) -> None:
-            order.append("wait")
-            super().wait(ticket, seconds)
-
-    layers = 4
-    settings = memory.OffloadSettings(
-        least_bytes=1, in_flight_bytes=0, engine=lambda device: Watched()
-    )
+    layers, engine = 4, WatchedEngine()
     model = encoder(layers=layers)
-    memory.apply(
-        model, memory.Policy(memory.recompute("*"), memory.offload("*")), offload_settings=settings
-    )
+    policy = memory.Policy(memory.recompute("*"), memory.offload("*"))
+    options = {"least_bytes": 1, "in_flight_bytes": 0, "engine": lambda device: engine}
+    memory.apply(model, policy, offload_settings=memory.OffloadSettings(**options))
     results(model, encoder_loss)
-    assert order[:layers] == ["out"] * layers
+    assert engine.order[:layers] == ["out"] * layers
     # Two layers' inputs are on their way when the first is waited for, then always one ahead.
-    assert order[layers:] == ["back", "back", "wait"] + ["back", "wait"] * (layers - 2) + ["wait"]
+    ahead = ["back", "back", "wait"] + ["back", "wait"] * (layers - 2) + ["wait"]
+    assert engine.order[layers:] == ahead
 
 
 def test_buffers_are_used_again_by_the_next_step() -> None:
@@ -219,13 +171,9 @@ def test_buffers_are_used_again_by_the_next_step() -> None:
     assert sizes[3] == sizes[1]
 
 
-def test_too_little_host_memory_is_told_before_it_is_taken() -> None:
-    model = offloading(host_bytes=20_000)
+def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError, match="more are wanted, and host_bytes allows 20000"):
-        results(model, encoder_loss)
-
-
-def test_more_than_the_host_has_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+        results(offloading(host_bytes=20_000), encoder_loss)
     monkeypatch.setattr(pools, "available_bytes", lambda: 5000)
     model = offloading()
     with pytest.raises(MemoryError, match="bytes of host memory are wanted, and 5000 are"):
@@ -239,9 +187,9 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
     model = offloading(check=True)
     encoder_loss(model)
     gc.collect()
-    until = time.monotonic() + 10
-    offloader = next(iter(policy_state_of(model).offloaders.values()))
+    (offloader,) = policy_state_of(model).offloaders.values()
     before = offloader.host_bytes
+    until = time.monotonic() + 10
     while time.monotonic() < until and (offloader._offloads or offloader._prefetches):
         offloader._release_done()
         time.sleep(0.01)
@@ -276,3 +224,110 @@ def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
     model(torch.empty(0, 16, 32)).sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert not any(bool(grad.any()) for grad in gradients if grad is not None)
+
+
+def _settings(engine: HostCopyEngine) -> memory.OffloadSettings:
+    return memory.OffloadSettings(least_bytes=1, engine=lambda device: engine)
+
+
+def _left(rank: int, name: str, dtype: torch.dtype, values: dict[str, Any]) -> tuple[int, set[str]]:
+    """Return how many tensors left, and which weights among them."""
+    whole = Transformer(replace(preset(name), num_layers=1), device="meta", dtype=dtype)
+    run = parallelize(whole, ParallelConfig(**values), seed=0)
+    engine, model = WatchedEngine(), run.model
+    policy = memory.Policy(memory.offload("layers.*"))
+    memory.apply(model, policy, offload_settings=_settings(engine))
+    tokens = run.rows(torch.arange(4 * run.data_ranks)[:, None] + torch.arange(8))
+    shard = run.shard_batch(tokens, tokens)
+    run.step([shard], run.count(shard.labels))
+    weights = {
+        getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata: name
+        for name, parameter in model.named_parameters()
+    }
+    return len(engine.out), {weights[each] for each in engine.out.keys() & weights.keys()}
+
+
+CHUNKS = {"dp": 2, "ep": 2, "ep_chunks": 2}
+OVERLAP = {"dp": 2, "ep": 2, "overlap_microbatches": True}
+SPREAD: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "tp2": ("tiny-llama", torch.float32, {"tp": 2}),
+    "ep2": ("tiny-mixtral", torch.float32, {"dp": 2, "ep": 2}),
+    "ep2-chunks-half": ("tiny-mixtral", torch.bfloat16, CHUNKS),
+    "overlap-half": ("tiny-mixtral", torch.bfloat16, OVERLAP),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_no_weight_to_host(case: str) -> None:
+    for count, weights in threads.run(_left, 2, *SPREAD[case]):
+        assert count > 5 and not weights
+
+
+def test_experts_that_are_brought_from_the_host_do_not_leave() -> None:
+    """Their memory is let go behind the layer: a copy under way would read what is not there."""
+    torch.manual_seed(0)
+    kept = fusedops.nn.MoE(16, 32, 6, 2, dtype=torch.bfloat16)
+    layer, brings, moves = copy.deepcopy(kept), WatchedEngine(), WatchedEngine()
+    memory.store_experts(layer, "cpu", settings=_settings(brings))
+    memory.apply(layer, memory.Policy(memory.offload("")), offload_settings=_settings(moves))
+    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    for each in (kept, layer):
+        with summed(True):
+            output = each(x)
+        output.square().sum().backward()
+    assert moves.out and not moves.out.keys() & brings.back.keys()
+    for mine, theirs in zip(layer.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+OPTIONS = {"lr": 3e-3, "max_norm": 1.0}
+
+
+def _steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int
+) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        # Each row counts up from somewhere: something that can be learned.
+        start = torch.randint(VOCAB, (4, 1), generator=torch.Generator().manual_seed(step))
+        ids = (start + torch.arange(16)) % VOCAB
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+# After each number of steps the run ends, and continues as another process would.
+@pytest.mark.parametrize(
+    ("stops", "decrease"),
+    [((22, 43, 60), 0.8), pytest.param((110, 217, 300), 0.5, marks=pytest.mark.slow)],
+    ids=["60 steps", "300 steps"],
+)
+def test_recompute_offload_and_resumption_keep_every_bit(
+    tmp_path: Path, stops: tuple[int, ...], decrease: float
+) -> None:
+    model = gpt2(layers=2, hidden=32)
+    torch.manual_seed(3)  # of the dropouts
+    expected = _steps(model, AdamW(model.named_parameters(), **OPTIONS), 0, stops[-1])
+    weights = [parameter.detach() for parameter in model.parameters()]
+
+    found: list[float] = []
+    torch.manual_seed(3)
+    for stop in stops:
+        with torch.random.fork_rng(enabled=not found):
+            model = gpt2(layers=2, hidden=32)  # its weights are drawn anew
+        rules = memory.recompute("transformer.h.0"), memory.offload("transformer.h.*")
+        memory.apply(model, memory.Policy(*rules), offload_settings=CHECKED)
+        optimizer = OffloadedAdamW(model.named_parameters(), bucket_bytes=1 << 14, **OPTIONS)
+        with Checkpointer(tmp_path, model, optimizer) as state:
+            restored = state.load()
+            assert (restored.step if restored else 0) == len(found)
+            found += _steps(model, optimizer, len(found), stop)
+            state.save(stop)
+        optimizer.close()
+    assert found == expected
+    pairs = zip(model.parameters(), weights, strict=True)
+    assert all(torch.equal(mine, plain) for mine, plain in pairs)
+    assert expected[-1] < decrease * expected[0], "nothing was learned"

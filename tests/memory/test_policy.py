@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 from small_models import (
     CHECKED,
+    Count,
     assert_keeps_bits,
-    assert_same_bits,
     encoder,
     encoder_loss,
     gpt2,
@@ -72,7 +73,7 @@ def calls(layers: int, *rules: MemoryRule) -> Counter[str]:
     """Return how often operators are called in a step."""
     model = encoder(layers=layers)
     memory.apply(model, memory.Policy(*rules))
-    with _Count() as counted:
+    with Count() as counted:
         results(model, encoder_loss)
     return counted.calls
 
@@ -152,21 +153,9 @@ def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:
         (lambda: memory.recompute(ops="aten::native_dropout"), ValueError, "draws random numbers"),
         (lambda: memory.recompute(ops="aten::native_batch_norm"), ValueError, "running statistics"),
         (lambda: memory.recompute("x", mp_comm_recompute=1), TypeError, "must be a bool"),
-        (
-            lambda: memory.recompute("x", recompute_slice_activation=True),
-            ValueError,
-            "group must be",
-        ),
-        (
-            lambda: memory.recompute(ops="mlp", mp_comm_recompute=False),
-            ValueError,
-            "belong to whole modules",
-        ),
-        (
-            lambda: memory.OffloadSettings(prefetch_depth=-1),
-            ValueError,
-            "prefetch_depth must be at least 0",
-        ),
+        (lambda: memory.recompute("x", recompute_slice_activation=True), ValueError, "group must"),
+        (lambda: memory.recompute(ops="mlp", mp_comm_recompute=False), ValueError, "whole modules"),
+        (lambda: memory.OffloadSettings(prefetch_depth=-1), ValueError, "prefetch_depth must be"),
         (lambda: memory.OffloadSettings(timeout=0.0), ValueError, "timeout must be positive"),
         (lambda: memory.OffloadSettings(engine=3), TypeError, "engine must be a function"),
         (lambda: memory.Policy("recompute"), TypeError, "each rule must come from"),
@@ -194,15 +183,3 @@ def test_a_module_whose_parent_does_its_work_is_refused_and_nothing_changes() ->
         memory.apply(model, memory.Policy(memory.recompute("transformer.h.*.mlp.c_fc")))
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert_same_bits(results(model, language_loss), expected)
-
-
-class _Count(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts calls of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from small_models import assert_same_bits, gpt2, language_loss, tokens
+from comparing import assert_same_bits
+from small_models import gpt2, language_loss, tokens
 from torch import nn
 
 from fusedops import memory
@@ -32,17 +34,9 @@ def loss(model: nn.Module, part: int) -> torch.Tensor:
     return result
 
 
-def recorded(model: nn.Module, parts: int, *, together: bool) -> memory.MemoryReport:
-    """Return the report of a step whose micro-batches run one after another, or as in GPipe."""
-
-    def step() -> None:
-        if together:
-            torch.autograd.backward([loss(model, part) for part in range(parts)])
-            return
-        for part in range(parts):
-            loss(model, part).backward()
-
-    watched = StepMemory(model)
+def recorded(model: nn.Module, step: Callable[[], None]) -> memory.MemoryReport:
+    """Return the report of a step that was made once before."""
+    watched = StepMemory(model, AdamW(model.parameters()))
     with watched.prepare():
         step()
     model.zero_grad(set_to_none=True)
@@ -52,30 +46,30 @@ def recorded(model: nn.Module, parts: int, *, together: bool) -> memory.MemoryRe
     return watched.report
 
 
-def bytes_of(report: memory.MemoryReport, kind: str) -> int:
-    return sum(kinds.get(kind, 0) for kinds in report.layers.values())
+def micro_batches(model: nn.Module, parts: int, *, together: bool) -> memory.MemoryReport:
+    """Return the report of a step whose micro-batches run one after another, or as in GPipe."""
+
+    def step() -> None:
+        if together:
+            torch.autograd.backward([loss(model, part) for part in range(parts)])
+            return
+        for part in range(parts):
+            loss(model, part).backward()
+
+    return recorded(model, step)
 
 
 def test_a_step_of_a_loop_holds_what_the_report_says() -> None:
     model = gpt2()
     inputs = {"input_ids": tokens(), "labels": tokens()}
     expected = memory.report(model, inputs, optimizer=AdamW(model.parameters()))
-    watched = StepMemory(model, AdamW(model.parameters()))
-    with watched.prepare():
-        model(**inputs).loss.backward()
-    model.zero_grad(set_to_none=True)
-    with watched.record():
-        model(**inputs).loss.backward()
-    found = watched.report
-    assert found is not None
-    assert found.named == expected.named and found.layers == expected.layers
-    assert (found.weights, found.states) == (expected.weights, expected.states)
-    assert found.gradients == expected.gradients and found.phase == expected.phase
+    found = recorded(model, lambda: model(**inputs).loss.backward())
+    for name in ("named", "layers", "weights", "states", "gradients", "phase"):
+        assert getattr(found, name) == getattr(expected, name), name
 
 
 def test_micro_batches_that_are_alive_together_hold_as_many_activations() -> None:
-    one = recorded(layers(), 1, together=True)
-    four = recorded(layers(), 4, together=True)
+    one, four = (micro_batches(layers(), parts, together=True) for parts in (1, 4))
     # The outputs of tanh, which its backward and the next linear layer share, and the mean.
     assert one.activations >= 3 * ROWS * WIDTH * 4
     assert four.activations == pytest.approx(4 * one.activations, rel=0.02)
@@ -83,12 +77,12 @@ def test_micro_batches_that_are_alive_together_hold_as_many_activations() -> Non
 
 def test_micro_batches_one_after_another_hold_those_of_one() -> None:
     model = layers()
-    one, four = (recorded(model, parts, together=False) for parts in (1, 4))
+    one, four = (micro_batches(model, parts, together=False) for parts in (1, 4))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert one.gradients == four.gradients == weights
     # The gradients of the micro-batch before are there when the next backward begins.
     assert four.activations == pytest.approx(one.activations + weights, rel=0.02)
-    assert bytes_of(four, "gradient") == weights
+    assert sum(kinds.get("gradient", 0) for kinds in four.layers.values()) == weights
     assert {name for name in four.layers if name} <= {str(number) for number in range(6)}
 
 
@@ -99,20 +93,11 @@ def test_a_recomputed_layer_is_seen_in_the_backward() -> None:
     def step() -> None:
         model(ids).float().square().mean().backward()
 
-    found = []
-    for recompute in (False, True):
-        if recompute:
-            memory.apply(model, memory.Policy(memory.recompute("layers.*")))
-        model.zero_grad(set_to_none=True)
-        watched = StepMemory(model)
-        with watched.prepare():
-            step()
-        with watched.record():
-            step()
-        assert watched.report is not None
-        found.append(watched.report)
-    assert found[1].activations < 0.7 * found[0].activations
-    assert found[1].phase == "backward"
+    plain = recorded(model, step)
+    memory.apply(model, memory.Policy(memory.recompute("layers.*")))
+    found = recorded(model, step)
+    assert found.activations < 0.7 * plain.activations
+    assert found.phase == "backward"
 
 
 def test_the_recorded_step_has_the_same_bits() -> None:

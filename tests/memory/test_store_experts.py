@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_bits
 from one_process import full_tensor
+from stepped_engine import WatchedEngine
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -72,9 +74,8 @@ def test_training_is_that_of_experts_that_stay(case: str) -> None:
         assert losses == wanted
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
         here = 8 // config.ep
-        one = sum(
-            each[0].nbytes for name, each in weights.items() if ".0.feed" in name and "exp" in name
-        )
+        experts = (each[0] for name, each in weights.items() if ".0.feed" in name and "exp" in name)
+        one = sum(expert.nbytes for expert in experts)
         for layer, each in enumerate(traffic):
             used = [step[layer] for step in chosen]
             assert all(0 < len(some) < here for some in used) and len(set(used)) > 1
@@ -113,24 +114,6 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-class _Watched(HostCopyEngine):
-    """Knows the memory on the device that it has ever copied to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._memory: dict[int, torch.UntypedStorage] = {}
-
-    def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
-        if not to_host:
-            storage = target.untyped_storage()
-            self._memory[storage._cdata] = storage
-        return super().copy(source, target, to_host=to_host, after=after)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes() for each in self._memory.values())
-
-
 def _stored(kept: Any, engine: HostCopyEngine, **settings: Any) -> Any:
     """Return a model like another one, whose experts are stored and copied by an engine."""
     stored = copy.deepcopy(kept)
@@ -143,14 +126,12 @@ def _pair(engine: Any = None, *, router: bool = True, **settings: Any) -> Any:
     """Return a layer, one like it whose experts are stored, and what copies them."""
     torch.manual_seed(0)
     kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True, router=router)
-    engine = engine or _Watched()
+    engine = engine or WatchedEngine()
     return kept, _stored(kept, engine, **settings), engine
 
 
 def _assert_same_gradients(one: Any, other: Any) -> None:
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    assert_same_bits([each.grad for each in one.parameters()], [x.grad for x in other.parameters()])
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -160,7 +141,7 @@ def test_experts_are_on_the_device_while_their_node_runs(trained: bool) -> None:
     kept = torch.nn.Sequential(*(fusedops.nn.MoE(16, 32, 6, 2) for _ in range(3)))
     for layer in kept:
         layer.experts.requires_grad_(trained)
-    engine = _Watched()
+    engine = WatchedEngine()
     seen: list[int] = []
     stored = _stored(kept, engine)
     for layer in stored:
@@ -282,31 +263,35 @@ def test_no_token_and_no_gradient() -> None:
     assert len(traffic.chosen) == 2 and traffic.returned_bytes == 0
 
 
-def test_what_cannot_be_stored_is_told() -> None:
-    layer = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2)
-    with pytest.raises(
-        ValueError, match=r"model must be one with fusedops.nn.MoE layers, got none"
-    ):
-        memory.store_experts(torch.nn.Linear(2, 2), "cpu")
-    for device, says in (("nowhere", "the name of a device"), ("meta", "a CPU or a CUDA device")):
-        with pytest.raises(ValueError, match=f"device must be {says}, got '{device}'"):
-            memory.store_experts(layer, device)
-    with pytest.raises(TypeError, match="device must be a torch.device or the name of one"):
-        memory.store_experts(layer, None)  # type: ignore[arg-type]
-    memory.store_experts(layer, "cpu")
-    model = torch.nn.ModuleList([copy.deepcopy(layer), layer])
-    model[0].experts.stored = None
+@pytest.mark.parametrize(
+    ("model", "device", "error", "says"),
+    [
+        (torch.nn.Linear(2, 2), "cpu", ValueError, "one with fusedops.nn.MoE layers, got none"),
+        (None, "nowhere", ValueError, "device must be the name of a device, got 'nowhere'"),
+        (None, "meta", ValueError, "device must be a CPU or a CUDA device, got 'meta'"),
+        (None, None, TypeError, "device must be a torch.device or the name of one"),
+    ],
+)
+def test_what_cannot_be_stored_is_told(
+    model: Any, device: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        memory.store_experts(model or fusedops.nn.MoE(16, 32, 6, 2), device)
+
+
+def test_experts_are_stored_once_and_do_not_pickle() -> None:
+    model = torch.nn.ModuleList(fusedops.nn.MoE(16, 32, 6, 2) for _ in range(2))
+    memory.store_experts(model[1], "cpu")
     with pytest.raises(ValueError, match="whose experts are not stored already, got layer '1'"):
         memory.store_experts(model, "cpu")
     assert model[0].experts.stored is None  # nothing has changed
     with pytest.raises(fusedops.UnsupportedError, match="does not pickle: save its state_dict"):
-        pickle.dumps(layer)
+        pickle.dumps(model[1])
 
 
 def _stages(rank: int) -> int:
-    config = replace(CONFIG, num_layers=4, moe_layers=1)
     values: dict[str, Any] = {"pp": 2, "microbatches": 2, "offload": "experts"}
-    model = Transformer(config, device="meta")
+    model = Transformer(replace(CONFIG, num_layers=4, moe_layers=1), device="meta")
     run = parallelize(model, ParallelConfig(**values), seed=0)
     shard = run.shard_batch(torch.arange(8)[None], torch.arange(8)[None])
     run.step([shard, shard], run.count(torch.cat([shard.labels, shard.labels])))

@@ -18,9 +18,8 @@ _MOST_RESERVED = 1.03  # bytes reserved by bytes allocated
 
 def _model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=6, n_embd=1024, n_head=16, vocab_size=8192, n_positions=512
-    )
+    sizes = {"n_layer": 6, "n_embd": 1024, "n_head": 16, "n_positions": 512}
+    config = transformers.GPT2Config(vocab_size=8192, **sizes)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(config).to("cuda", torch.bfloat16)

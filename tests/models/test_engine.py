@@ -42,8 +42,11 @@ def _trained(engine: TrainEngine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("values", [{}, {"microbatches": 2, "recompute": "full"}])
 def test_one_process_trains_without_torch_distributed(values: dict[str, Any]) -> None:
     """With the bits of a loop over the plain model: recomputation changes none."""
-    engine = parallelize(_model(), ParallelConfig(**values), seed=0)
-    assert engine.mesh is None and isinstance(engine.model, Transformer)
+    model = _model()
+    before = set(model.__dict__)
+    engine = parallelize(model, ParallelConfig(**values), seed=0)
+    assert engine.mesh is None and engine.model is model
+    assert set(model.__dict__) == before, "the model does not know its engine"
     plain = _model().to_empty(device="cpu")
     initialize(plain, 0)
     parts = ParallelConfig(microbatches=values.get("microbatches", 1))
@@ -51,41 +54,18 @@ def test_one_process_trains_without_torch_distributed(values: dict[str, Any]) ->
     assert all(map(torch.equal, _trained(engine), expected))
 
 
-def test_one_process_saves_what_its_configuration_says() -> None:
-    kept = []
-    for recompute in ("none", "full"):
-        engine = parallelize(_model(), ParallelConfig(recompute=recompute), seed=0)
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
-        ):
-            engine.model(torch.arange(32)[None], torch.arange(32)[None])
-        kept.append(sum(sizes))
-    assert kept[1] < kept[0] / 2
-
-
-def test_the_model_does_not_know_its_engine() -> None:
-    model = _model()
-    before = set(model.__dict__)
-    engine = parallelize(model, ParallelConfig(), seed=0)
-    assert engine.model is model and set(model.__dict__) == before
-
-
 def _refused(rank: int) -> None:
-    engine = parallelize(_model(), ParallelConfig(tp=2), seed=0)
-    with pytest.raises(ValueError, match="model must be the TrainEngine that parallelize returned"):
-        fusedops.generate(engine.model, [[1, 2]], tokens=2)
-
-
-def _refused_stage(rank: int) -> None:
-    engine = parallelize(_model(), ParallelConfig(pp=2), seed=0)
-    with pytest.raises(ValueError, match="model must be the TrainEngine that parallelize returned"):
-        save_huggingface(engine.model, "unused")
+    says = "model must be the TrainEngine that parallelize returned"
+    sharded = parallelize(_model(), ParallelConfig(tp=2), seed=0)
+    with pytest.raises(ValueError, match=says):
+        fusedops.generate(sharded.model, [[1, 2]], tokens=2)
+    stage = parallelize(_model(), ParallelConfig(pp=2), seed=0)
+    with pytest.raises(ValueError, match=says):
+        save_huggingface(stage.model, "unused")
 
 
 def test_a_sharded_model_without_its_engine_is_refused() -> None:
     threads.run(_refused, 2)
-    threads.run(_refused_stage, 2)
 
 
 def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
+import weakref
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import full_tensor
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,15 +26,20 @@ from fusedops import UnsupportedError
 from fusedops._core import dtypes
 from fusedops.models import (
     TINY,
+    ParallelConfig,
     Transformer,
+    fill_huggingface,
     from_config,
     load_huggingface,
+    parallelize,
     preset,
     save_huggingface,
     to_config,
 )
 from fusedops.models.config import describe
+from fusedops.models.huggingface import weights
 from fusedops.models.huggingface.families import FAMILIES as FAMILY_ROWS
+from fusedops.testing import threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,6 +51,10 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 LLAMA = SMALL | {"intermediate_size": 96, "num_key_value_heads": 2}
+QWEN = LLAMA | {"head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS |= {"norm_topk_prob": True}
+GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 STRETCHED = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -51,27 +65,13 @@ STRETCHED = {
 }
 # The configuration and its model.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "bert": ("BertConfig", "BertForMaskedLM", SMALL | {"intermediate_size": 96}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_parameters": STRETCHED}),
     "mistral": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": 5}),
-    "qwen3": (
-        "Qwen3Config",
-        "Qwen3ForCausalLM",
-        LLAMA | {"head_dim": 32, "tie_word_embeddings": True},
-    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", QWEN | {"tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", LLAMA | {"num_local_experts": 4}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        LLAMA
-        | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 48, "norm_topk_prob": True},
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN | EXPERTS),
 }
 
 
@@ -106,9 +106,7 @@ def _assert_same_logits(ours: Any, theirs: Any) -> None:
 def test_logits_are_theirs_both_ways(name: str, tmp_path: Path) -> None:
     theirs = _theirs(name)
     ours = load_huggingface(theirs).eval()
-    assert ours.config.parameters().total == sum(
-        parameter.numel() for parameter in theirs.parameters()
-    )
+    assert ours.config.parameters().total == sum(p.numel() for p in theirs.parameters())
     _assert_same_logits(ours, theirs)
     # Written by them, in several files, and read by us.
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
@@ -132,13 +130,21 @@ def test_logits_are_theirs_both_ways(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_theirs_with_padding(name: str, tied: bool, tmp_path: Path) -> None:
     pad = -249  # from the end, as torch.nn.Embedding counts
+    tokens, slope = _tokens(), torch.randn(2, 23, 256, generator=torch.Generator().manual_seed(2))
+    tokens[:, ::3] = 256 + pad
     theirs = _theirs(name, tie_word_embeddings=tied, pad_token_id=pad)
     save_huggingface(load_huggingface(theirs), tmp_path)
     ours = load_huggingface(tmp_path).eval()
     _assert_same_logits(ours, theirs)
-    ours(_padded(pad)).backward(_slope())
-    actual = {key: parameter.grad for key, parameter in ours.named_parameters()}
-    expected, truth = _theirs_gradients(theirs, pad), _theirs_gradients(theirs.double(), pad)
+
+    def gradients(logits: torch.Tensor, model: Any) -> dict[str, Any]:
+        logits.backward(slope.to(logits.dtype))
+        return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+    actual = gradients(ours(tokens), ours)
+    expected = gradients(theirs(tokens).logits, theirs)
+    theirs.double().zero_grad()
+    truth = gradients(theirs(tokens).logits, theirs)
     for row in FAMILY_ROWS[name].rows(ours.config):
         held = row.twin or row.loaded
         one_each, exact_each = (
@@ -153,23 +159,6 @@ def test_gradients_are_theirs_with_padding(name: str, tied: bool, tmp_path: Path
     # A tied head gives the row a gradient; GPT-2's embedding has no padding.
     words = ours.embedding.tokens.weight.grad
     assert words is not None and bool(words[pad].any()) is (tied or name == "gpt2")
-
-
-def _padded(pad: int) -> torch.Tensor:
-    tokens = _tokens()
-    tokens[:, ::3] = 256 + pad
-    return tokens
-
-
-def _slope() -> torch.Tensor:
-    return torch.randn(2, 23, 256, generator=torch.Generator().manual_seed(2))
-
-
-def _theirs_gradients(model: Any, pad: int) -> dict[str, Any]:
-    model.zero_grad()
-    logits = model(_padded(pad)).logits
-    logits.backward(_slope().to(logits.dtype))
-    return {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
 def test_untied_bert_reads_the_bias_of_either_name(tmp_path: Path) -> None:
@@ -206,10 +195,8 @@ def test_unlike_tensors_are_not_tied(name: str, tmp_path: Path) -> None:
     _assert_same_logits(load_huggingface(tmp_path).eval(), theirs)
     # Equal ones may be stored under both names.
     tied = _theirs(name, tie_word_embeddings=True)
-    save_file(
-        {key: value.clone() for key, value in tied.state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
+    weights = {key: value.clone() for key, value in tied.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
     tied.config.save_pretrained(tmp_path)
     _assert_same_logits(load_huggingface(tmp_path).eval(), tied)
 
@@ -358,3 +345,80 @@ def test_what_is_not_computed_is_refused_unless_sizes_are_asked(
     with pytest.raises(ValueError, match=says):
         from_config(values)
     assert from_config(values, sizes_only=True).parameters() == preset("qwen3-0.6b").parameters()
+
+
+pytest.importorskip("safetensors")
+
+LAYOUTS = {
+    "zero3": ("tiny-llama", {"dp": 2, "zero": 3}),
+    "tp2": ("tiny-gpt2", {"tp": 2}),
+    "tp2-zero1": ("tiny-qwen3", {"tp": 2, "dp": 2, "zero": 1}),
+    "pp2": ("tiny-gpt2", {"pp": 2, "microbatches": 2}),
+    "ep2": ("tiny-mixtral", {"dp": 2, "ep": 2}),
+}
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count the bytes of tensors that a thread has read and holds, at most: ``peak`` of a rank."""
+    held, peaks = Counter[int](), Counter[int]()
+    get = weights._Checkpoint._tensor
+
+    def read(files: Any, name: str) -> torch.Tensor:
+        tensor, rank = get(files, name), dist.get_rank()
+        size = tensor.numel() * tensor.element_size()
+        held[rank] += size
+        peaks[rank] = max(peaks[rank], held[rank])
+        weakref.finalize(tensor, lambda: held.subtract({rank: size}))
+        return tensor
+
+    monkeypatch.setattr(weights._Checkpoint, "_tensor", read)
+    return peaks
+
+
+def _loaded(rank: int, name: str, values: dict[str, Any], folder: str) -> list[str]:
+    config = preset(name)
+    fill = functools.partial(fill_huggingface, source=folder)
+    model = Transformer(config, device="meta")
+    engine = parallelize(model, ParallelConfig(**values), weights=fill)
+    expected = dict(load_huggingface(folder).named_parameters())
+    for key, parameter in engine.model.named_parameters():
+        assert torch.equal(full_tensor(parameter), expected[key].detach()), key
+    assert not any(buffer.any() for buffer in engine.model.buffers() if buffer.dim() == 1)
+    return [key for key, _ in engine.model.named_parameters()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_process_has_its_part(layout: str, tmp_path: Path) -> None:
+    name, values = LAYOUTS[layout]
+    whole = Transformer(preset(name))
+    save_huggingface(whole, tmp_path)
+    ranks = ParallelConfig(**values).sizes.ranks
+    found = threads.run(_loaded, ranks, name, values, str(tmp_path))
+    assert set().union(*found) == {key for key, _ in whole.named_parameters()}
+
+
+def _read(rank: int, values: dict[str, Any], folder: str) -> None:
+    fill = functools.partial(fill_huggingface, source=folder)
+    model = Transformer(preset("tiny-gpt2"), device="meta")
+    parallelize(model, ParallelConfig(**values), weights=fill)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero3"])
+def test_no_process_holds_more_than_one_row(
+    layout: str, tmp_path: Path, live: Counter[int]
+) -> None:
+    whole = Transformer(preset("tiny-gpt2"))
+    save_huggingface(whole, tmp_path)
+    values = LAYOUTS[layout][1]
+    threads.run(_read, 2, values, str(tmp_path))
+    largest = max(4 * parameter.numel() for parameter in whole.parameters())
+    for rank in range(2):
+        assert 0 < live[rank] <= 3 * largest  # query, key and value are one tensor there
+    assert largest < 4 * sum(parameter.numel() for parameter in whole.parameters()) / 3
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-llama")), tmp_path)
+    with pytest.raises(ValueError, match="fill_huggingface: model must be of"):
+        fill_huggingface(Transformer(replace(preset("tiny-llama"), num_layers=3)), tmp_path)

@@ -36,11 +36,8 @@ def test_weights_are_normal_and_branch_ends_narrower() -> None:
             assert abs(scaled.pow(4).mean() - 3) < 10 * error
     # Neighbours in any direction, and parameters among each other, have nothing in common.
     table = model.embedding.tokens.weight.detach() / 0.02
-    for other in (
-        table.roll(1, 1),
-        table.roll(1, 0),
-        model.layers["0"].attention.key.weight / 0.02,
-    ):
+    key = model.layers["0"].attention.key.weight / 0.02
+    for other in (table.roll(1, 1), table.roll(1, 0), key):
         product = (table[:256] * other[:256]).mean()
         assert abs(product) < 5 / table.numel() ** 0.5
 

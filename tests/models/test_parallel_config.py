@@ -28,14 +28,9 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"recompute_layers": 2}, "None with recompute 'none'"),
     (ValueError, {"recompute": "full", "recompute_layers": 0}, "recompute_layers must be at least"),
     (ValueError, {"recompute_slice_activation": True}, "False unless recompute is 'full'"),
-    (
-        ValueError,
-        {"recompute_slice_activation": True, "recompute": "full", "sp": True},
-        "False with sp",
-    ),
+    (ValueError, {"recompute_slice_activation": True, "recompute": "full", "sp": True}, "with sp"),
     (ValueError, {"offload": "optimiser"}, "did you mean 'optimizer'"),
     (ValueError, {"bucket_layers": (4, 2)}, "layers in ascending order"),
-    (ValueError, {"bucket_layers": (-1, 2)}, "layers in ascending order"),
     (ValueError, {"bucket_layers": ()}, "layers in ascending order"),
     (ValueError, {"shard_ranks": 2}, "None with zero 0"),
     (ValueError, {"ep_chunks": 2}, "ep_chunks must be 1 with ep 1"),
@@ -48,11 +43,7 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (TypeError, {"sp": 1}, "sp must be a bool, got int"),
     (TypeError, {"offload": 3}, "offload must be a word or several, got 3"),
     (TypeError, {"recompute": None}, "recompute must be a str, got NoneType"),
-    (
-        ValueError,
-        PP2 | {"pipeline_schedule": "zb"},
-        "pipeline_schedule must be one of 'gpipe'.*did you mean 'zbv'",
-    ),
+    (ValueError, PP2 | {"pipeline_schedule": "zb"}, "must be one of 'gpipe'.*did you mean 'zbv'"),
     (
         ValueError,
         PP2 | {"pipeline_schedule": "interleaved", "microbatches": 5},

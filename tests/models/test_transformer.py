@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same_bits
+from torch.autograd.graph import saved_tensors_hooks
 
 import fusedops
+from fusedops import memory
 from fusedops._core import dtypes
 from fusedops.models import (
     PRESETS,
     TINY,
     Loss,
+    ParallelConfig,
     Transformer,
     TransformerConfig,
     initialize,
+    parallelize,
     preset,
 )
-from fusedops.models.attention_core import alibi_slopes, attend
+from fusedops.models.attention_core import alibi_slopes
+from fusedops.nn import MoE
 
 
 def _tokens(config: TransformerConfig, *shape: int) -> torch.Tensor:
@@ -43,9 +47,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(name: str) -> None:
     sparse = bool(model.config.num_experts)
     assert (loss.auxiliary.item() > 0) is sparse
     (loss.total + loss.auxiliary).backward()
-    assert all(
-        parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
-    )
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -115,9 +117,8 @@ def test_packed_documents_are_as_if_each_were_alone(name: str) -> None:
     with torch.no_grad():
         packed = model(tokens, document_ids=torch.stack(ids), positions=torch.stack(places))
         for index, row in enumerate(lengths):
-            for part, logits in zip(
-                tokens[index].split(row), packed[index].split(row), strict=True
-            ):
+            parts = zip(tokens[index].split(row), packed[index].split(row), strict=True)
+            for part, logits in parts:
                 torch.testing.assert_close(logits, model(part[None])[0])
         assert (packed - model(tokens)).abs().max() > packed.std() / 10
 
@@ -165,30 +166,6 @@ def test_slopes_are_the_published_ones() -> None:
     torch.testing.assert_close(alibi_slopes(12, torch.device("cpu")), twelve)
 
 
-def test_heads_of_alibi_have_their_own_slopes() -> None:
-    """A process with the last heads takes the last slopes."""
-    torch.manual_seed(0)
-    model = Transformer(TINY["tiny-alibi"]).eval()
-    attention = model.layers["0"].attention
-    seen = []
-
-    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.append(options["alibi_slopes"].tolist())
-        return attend(*tensors, **options)
-
-    tokens = _tokens(model.config, 1, 3)
-    model(tokens, attend=core)
-    half = 32
-    for name in ("query", "key", "value"):
-        linear = getattr(attention, name)
-        linear.weight = torch.nn.Parameter(linear.weight[half:])
-        linear.bias = torch.nn.Parameter(linear.bias[half:])
-    attention.output.weight = torch.nn.Parameter(attention.output.weight[:, half:])
-    attention.num_heads, attention.first_head = 2, 2
-    model(tokens, attend=core)
-    assert seen[model.config.num_layers] == seen[0][2:] == [2.0**-6, 2.0**-8]
-
-
 def test_the_query_layer_asks_with_positions() -> None:
     torch.manual_seed(0)
     config = replace(TINY["tiny-pangu"], num_layers=1)
@@ -208,9 +185,8 @@ def test_the_query_layer_asks_with_positions() -> None:
     normed, part = norm(x, layer.attention_norm), layer.attention
     asking = model.query_positions.weight[:9].expand(2, -1, -1)
     query, key, value = (
-        heads(asking, part.query),
-        heads(normed, part.key),
-        heads(normed, part.value),
+        heads(x, getattr(part, name))
+        for name, x in (("query", asking), ("key", normed), ("value", normed))
     )
     found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     x = x + F.linear(found.transpose(1, 2).flatten(2), part.output.weight, part.output.bias)
@@ -284,8 +260,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tiny-llama", {"sliding_window": 4, "causal": False}, "sliding_window must be None unless"),
     ("tiny-llama", {"dropout": 1.5}, r"dropout must be a probability in \[0, 1\]"),
     ("tiny-llama", {"rotary": True, "head_dim": 7}, "head_dim must be even"),
+    ("tiny-llama", {"num_heads": 3}, "num_heads must be a divisor of hidden_size 64"),
+    ("tiny-llama", {"num_kv_heads": 3}, "num_kv_heads must be a divisor of num_heads 4, got 3"),
+    ("tiny-llama", {"activation": "gelo"}, "did you mean 'gelu'"),
+    ("tiny-llama", {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ("tiny-llama", {"router_score": "softmin"}, "did you mean 'softmax'"),
     ("tiny-llama", {"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+    ("tiny-mixtral", {"top_k": 5}, "top_k must be at most num_experts 4, got 5"),
+    ("tiny-mixtral", {"moe_layers": 9}, "moe_layers must be at most 2, the layers, got 9"),
     ("tiny-mixtral", {"shared_gate": True}, "shared_gate must be False without shared_size"),
     ("tiny-mixtral", {"num_experts": 0, "shared_size": 8}, "shared_size must be 0 without num_exp"),
     ("tiny-mixtral", {"router": "hashed"}, "did you mean 'hash'"),
@@ -307,19 +289,6 @@ def test_choices_that_exclude_each_other_are_refused(
         replace(TINY[name], **change)
 
 
-@contextmanager
-def _saved() -> Iterator[list[int]]:
-    """Yield the sizes of the tensors that graphs keep."""
-    sizes: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
     torch.manual_seed(0)
     assert not Transformer(preset("gpt2"), device="meta").head.recompute
@@ -327,14 +296,17 @@ def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
     model = copy.deepcopy(Transformer(wide))
     assert model.head.recompute
     tokens = _tokens(wide, 2, 16)
+    sizes: list[int] = []
+    kept = saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
     results = []
     for recompute in (True, False):
         model.head.recompute = recompute
-        with _saved() as kept:
+        sizes.clear()
+        with kept:
             loss = model(tokens, tokens).total
-        assert (tokens.numel() * 2048 in kept) is not recompute
+        assert (tokens.numel() * 2048 in sizes) is not recompute
         results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same_bits(*results)
 
 
 def test_a_whole_model_compiles_to_one_graph() -> None:
@@ -346,7 +318,7 @@ def test_a_whole_model_compiles_to_one_graph() -> None:
         loss = call(tokens, tokens)
         total = loss.total + loss.auxiliary
         results.append((total, *torch.autograd.grad(total, list(model.parameters()))))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same_bits(*results)
 
 
 def test_logits_of_some_tokens_are_those_of_all() -> None:
@@ -356,3 +328,131 @@ def test_logits_of_some_tokens_are_those_of_all() -> None:
     logits = model(tokens)
     some = torch.tensor([2, 8])
     torch.testing.assert_close(model(tokens, logits_to_keep=some), logits[:, some])
+
+
+KINDS: dict[str, TransformerConfig] = {
+    "gated shared": replace(preset("tiny-mixtral"), shared_size=48, shared_gate=True),
+    "plain shared with biases": replace(preset("tiny-pangu-moe"), shared_size=32),
+    "bias": replace(preset("tiny-mixtral"), balance_rate=0.1, balance_loss=0.0),
+    "hash": replace(preset("tiny-pangu-moe"), **HASH, capacity_factor=None),
+    "capacity": replace(preset("tiny-mixtral"), capacity_factor=1.0, drop_policy="probability"),
+    "rounds": replace(preset("tiny-pangu-moe"), top_k=2, drop_policy="rounds"),
+    "groups": replace(preset("tiny-mixtral"), num_groups=2, topk_groups=1, group_score="top2_sum"),
+}
+
+
+def _run(model: Transformer) -> tuple[Any, Any, torch.Tensor]:
+    """Return the engine of a model on one process, a batch, and how many tokens count."""
+    run = parallelize(model, ParallelConfig())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (4, 1), generator=generator) + torch.arange(24) % 5
+    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
+    return run, shard, run.count(shard.labels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(KINDS[kind])
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert numbers == model.config.parameters().total
+    run, shard, count = _run(model)
+    optimizer = run.optimizer(lr=3e-3)
+    losses = []
+    for _ in range(8):
+        losses.append(float(run.mean_loss(run.step([shard], count), count)))
+        optimizer.step()
+        run.balance()
+        assert all(each.grad is not None for each in model.parameters())
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_layer_without_a_router_wants_a_plan() -> None:
+    moe = MoE(8, 16, 4, 1, router=False)
+    assert "gate.weight" not in moe.state_dict()
+    with pytest.raises(ValueError, match="plan must be given to a layer that has no router"):
+        moe(torch.ones(2, 8))
+
+
+def _layers(model: Transformer) -> list[Any]:
+    return list(model.layers.values())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
+    torch.manual_seed(0)
+    model = Transformer(KINDS["bias"])
+    run, shard, count = _run(model)
+    layers = _layers(model)
+    gates = [layer.feed_forward.gate for layer in layers]
+    seen: dict[Any, torch.Tensor] = {}
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        seen[module] = output[1].tokens_per_expert
+
+    hooks = [gate.register_forward_hook(note) for gate in gates]
+    if recomputed:
+        memory.apply(model, memory.Policy(memory.recompute("layers.*")))
+    run.forward([shard])  # counts nothing
+    seen.clear()
+    run.step([shard], count)
+    for hook in hooks:
+        hook.remove()
+    for layer, gate in zip(layers, gates, strict=True):
+        assert torch.equal(layer.balancing.tokens_per_expert, seen[gate])
+        assert int(seen[gate].sum()) == 2 * shard.tokens.numel()
+    run.balance()
+    for layer, gate in zip(layers, gates, strict=True):
+        moved = 0.1 * torch.sign(seen[gate].double().mean() - seen[gate]).float()
+        torch.testing.assert_close(gate.e_score_correction_bias, moved)
+        assert moved.any() and not layer.balancing.tokens_per_expert.any()
+    before = [gate.e_score_correction_bias.clone() for gate in gates]
+    run.step([shard], count)
+    run.balance(stepped=False)  # the optimizer made no step
+    run.balance()
+    assert all(map(torch.equal, (gate.e_score_correction_bias for gate in gates), before))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_biases_stay_float32_in_half_precision(device: str) -> None:
+    model = Transformer(KINDS["bias"], device=device, dtype=torch.bfloat16)
+    if device == "meta":
+        model.to_empty(device="cpu")
+    gate = _layers(model)[0].feed_forward.gate
+    assert gate.weight.dtype == torch.bfloat16
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+def test_hashed_experts_follow_from_token_domain_and_layer() -> None:
+    torch.manual_seed(0)
+    config = replace(preset("tiny-mixtral"), **HASH, top_k=1, domain_experts=(1, 3))
+    model = Transformer(config)
+    tokens = torch.arange(64).reshape(2, 32)
+    domains = torch.zeros_like(tokens)
+    domains[1] = 1
+    chosen: list[torch.Tensor] = []
+    for layer in _layers(model):
+        layer.feed_forward.register_forward_pre_hook(
+            lambda module, args, kwargs: chosen.append(kwargs["plan"].expert_ids[:, 0]),
+            with_kwargs=True,
+        )
+    model(tokens, domains=domains)
+    first, second = chosen
+    assert not first[:32].any() and set(first[32:].tolist()) == {1, 2, 3}
+    assert not torch.equal(first, second)
+    chosen.clear()
+    model(tokens.flip(1), domains=domains)
+    assert torch.equal(chosen[0], first.reshape(2, 32).flip(1).flatten())
+
+
+def test_domains_are_asked_for_where_they_decide_and_only_there() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="domains must be None without domain_experts"):
+        Transformer(preset("tiny-mixtral"))(tokens, domains=tokens)
+    config = replace(preset("tiny-mixtral"), **HASH, top_k=1, domain_experts=(1, 3))
+    model = Transformer(config)
+    with pytest.raises(ValueError, match="domains must be given with domain_experts, got None"):
+        model(tokens)
+    with pytest.raises(ValueError, match=r"domains must be from 0 to 1, of .* got 2"):
+        model(tokens, domains=tokens + 2)

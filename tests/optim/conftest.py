@@ -1,11 +1,24 @@
-"""Puts the pool of processes of ``tests/parallel`` on the path, for the optimizers' tests too."""
+"""Offloaded optimizers have threads and queues: they are closed behind the test that made them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
-# The processes find functions by the names of their modules: both folders must be on the path.
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "parallel"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+import pytest
+
+from fusedops.optim import OffloadedAdamW
+
+
+@pytest.fixture(autouse=True)
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made: list[OffloadedAdamW] = []
+    before = OffloadedAdamW._attach
+
+    def attach(self: OffloadedAdamW) -> None:
+        made.append(self)
+        before(self)
+
+    monkeypatch.setattr(OffloadedAdamW, "_attach", attach)
+    yield
+    for each in made:
+        each.close()

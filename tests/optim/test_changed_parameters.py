@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same_bits
-from offload_testing import TinyModel, train
-from optim_testing import parameters, set_gradients
+from optim_testing import TinyModel, masters, parameters, set_gradients, train, values
 from reachable import reachable
 from torch import nn
 
@@ -21,10 +21,6 @@ from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 Change = Callable[[nn.Module], None]
 HALF = (torch.bfloat16, torch.float16)
-
-
-def masters(params: Any, **options: Any) -> AdamW:
-    return AdamW(params, master_weights=True, **options)
 
 
 def offloaded(**fixed: Any) -> Callable[..., AdamW]:
@@ -48,21 +44,20 @@ def load(model: nn.Module) -> None:
     )
 
 
-def clamp(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.clamp_(-0.1, 0.1)
+def everywhere(change: Callable[[torch.Tensor], object]) -> Change:
+    """Return what changes each parameter of a model."""
+
+    def changed(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                change(param)
+
+    return changed
 
 
-def reset_row(model: nn.Module) -> None:
-    with torch.no_grad():
-        next(model.parameters())[3] = 0
-
-
-def replace_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        for factor in (2.0, 0.5, 0.5):  # memory is used again
-            param.data = param.data * factor
+def replace_data(param: torch.Tensor) -> None:
+    for factor in (2.0, 0.5, 0.5):  # memory is used again
+        param.data = param.data * factor
 
 
 def foreach(model: nn.Module) -> None:
@@ -75,11 +70,6 @@ def from_vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(flat.detach() / 2, model.parameters())
 
 
-def through_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.clamp_(-0.1, 0.1)
-
-
 def swap_and_back(model: nn.Module) -> None:
     """Evaluate other weights, as those of a moving average."""
     kept = copy.deepcopy(model.state_dict())
@@ -87,7 +77,16 @@ def swap_and_back(model: nn.Module) -> None:
     model.load_state_dict(kept)
 
 
-CHANGES = (load, clamp, reset_row, replace_data, foreach, from_vector, through_data, swap_and_back)
+CHANGES: dict[str, Change] = {
+    "load": load,
+    "clamp": everywhere(lambda param: param.clamp_(-0.1, 0.1)),
+    "reset row": everywhere(lambda param: param[3].zero_()),
+    "replace data": everywhere(replace_data),
+    "foreach": foreach,
+    "from vector": from_vector,
+    "through data": everywhere(lambda param: param.data.clamp_(-0.1, 0.1)),
+    "swap and back": swap_and_back,
+}
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
@@ -99,52 +98,37 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             master.copy_(torch.where(rounds, master, param.detach().to(master.dtype)))
 
 
-def at(step: int, change: Callable[[nn.Module, Any], None]) -> Callable[..., None]:
-    def changed(now: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if now == step:
-            change(model, optimizer)
+@functools.cache
+def followed(dtype: torch.dtype, change: str, step: int, when: str) -> list[Any]:
+    """Return what the rule written out gives; without a change where there is none."""
 
-    return changed
+    def expected(now: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if now == step and change in CHANGES:
+            CHANGES[change](model)
+            follow(optimizer)
 
-
-def closed(make: Callable[..., AdamW], **options: Any) -> list[Any]:
-    """Train, and end the threads of an offloaded optimizer."""
-    made: list[AdamW] = []
-
-    def keep(*args: Any, **given: Any) -> AdamW:
-        made.append(make(*args, **given))
-        return made[0]
-
-    result = train(keep, steps=5, **options)
-    if isinstance(made[0], OffloadedAdamW):
-        made[0].close()
-    return result
+    return train(masters, steps=4, dtype=dtype, **{when: expected})
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(kind, dtype) for kind, (_, all) in KINDS.items() for dtype in all], ids=str
 )
-def test_masters_follow(
-    kind: str, dtype: torch.dtype, change: Change, step: int, when: str
-) -> None:
+def test_masters_follow(kind: str, dtype: torch.dtype, change: str, step: int, when: str) -> None:
     """The other elements keep the bits that their parameters do not have."""
 
-    def expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        change(model)
-        follow(optimizer)
+    def changed(now: int, model: nn.Module, optimizer: Any) -> None:
+        if now == step:
+            CHANGES[change](model)
+            if change == "through data" and isinstance(optimizer, OffloadedAdamW):
+                optimizer.reload_model_params()
 
-    def given(model: nn.Module, optimizer: Any) -> None:
-        change(model)
-        if change is through_data and isinstance(optimizer, OffloadedAdamW):
-            optimizer.reload_model_params()
-
-    want = closed(masters, dtype=dtype, **{when: at(step, expected)})
-    assert_same_bits(closed(KINDS[kind][0], dtype=dtype, **{when: at(step, given)}), want)
-    if change is swap_and_back:
-        assert_same_bits(want, closed(masters, dtype=dtype))
+    want = followed(dtype, change, step, when)
+    assert_same_bits(train(KINDS[kind][0], steps=4, dtype=dtype, **{when: changed}), want)
+    if change == "swap and back":
+        assert_same_bits(want, followed(dtype, "none", 0, when))
 
 
 @pytest.mark.interpreter
@@ -168,7 +152,7 @@ def test_masters_follow_in_triton(dtype: torch.dtype) -> None:
             tables = [*params, *(param.grad for param in params), *tensors]
             with reachable(tables), fusedops.use_backend("triton"):
                 optimizer.step()
-        results.append([[each.detach() for each in params], optimizer.state_dict()["state"]])
+        results.append([values(params), optimizer.state_dict()["state"]])
     assert_same_bits(results[1], results[0])
 
 
@@ -176,43 +160,28 @@ def test_masters_follow_in_triton(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_resumed_in_either_order(kind: str, first: str) -> None:
     make, _ = KINDS[kind]
-
-    def steps(model: TinyModel, optimizer: AdamW, *numbers: int) -> None:
-        for step in numbers:
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.step()
-
-    model = TinyModel(torch.bfloat16)
-    optimizer = make(model.parameters(), lr=0.01)
-    steps(model, optimizer, 0, 1)
+    model, fresh = TinyModel(), TinyModel()
+    optimizer, resumed = (make(each.parameters(), lr=0.01) for each in (model, fresh))
+    model.train(optimizer, 0, 1)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    steps(model, optimizer, 2, 3)
-    fresh = TinyModel(torch.bfloat16)
-    resumed = make(fresh.parameters(), lr=0.01)
+    model.train(optimizer, 2, 3)
     loads = [(fresh, saved[0]), (resumed, saved[1])]
     for owner, state in loads if first == "weights" else reversed(loads):
         owner.load_state_dict(state)
-    steps(fresh, resumed, 2, 3)
+    fresh.train(resumed, 2, 3)
     assert_same_bits(list(fresh.parameters()), list(model.parameters()))
     assert_same_bits(resumed.state_dict()["state"], optimizer.state_dict()["state"])
-    for each in (optimizer, resumed):
-        if isinstance(each, OffloadedAdamW):
-            each.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_method_reads_the_parameters_at_once(kind: str) -> None:
-    model = TinyModel(torch.bfloat16)
+    model = TinyModel()
     optimizer = KINDS[kind][0](model.parameters())
-    model.loss(0).backward()
-    optimizer.step()
-    through_data(model)
+    model.train(optimizer, 0)
+    CHANGES["through data"](model)
     optimizer.reload_model_params()
     for param in model.parameters():
         assert_same_bits(optimizer.state[param]["master"].to(param.dtype), param.detach())
-    if isinstance(optimizer, OffloadedAdamW):
-        optimizer.close()
 
 
 class FailsOnce(HostCopyEngine):
@@ -261,24 +230,18 @@ def test_a_copy_that_failed_is_no_change(overlap: bool, changes: bool) -> None:
             if not fails and step == 1 and not overlap:
                 change(params)
         results.append(params)
-        if isinstance(optimizer, OffloadedAdamW):
-            assert engine._left < -1
-            optimizer.close()
+        assert not fails or engine._left < -1
     assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_autograd_sees_a_step_between_forward_and_backward(kind: str, steps: int) -> None:
-    model = TinyModel(torch.bfloat16)
+    model = TinyModel()
     optimizer = KINDS[kind][0](model.parameters())
-    for step in range(steps):
-        model.loss(step).backward()
-        optimizer.step()
+    model.train(optimizer, *range(steps))
     model.loss(7).backward()
     loss = model.loss(8)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    if isinstance(optimizer, OffloadedAdamW):
-        optimizer.close()

@@ -8,16 +8,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from comparing import assert_same_bits
-from offload_testing import train
+from optim_testing import masters, train
 
-from fusedops.optim import AdamW, OffloadedAdamW
-from fusedops.runtime.copy_engine import CopyError, HostCopyEngine, finish_all
+from fusedops.optim import OffloadedAdamW
+from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 SEEDS = range(12)
 LONGEST = 0.004  # seconds of a delay: long beside what a bucket of the tiny model takes
@@ -94,22 +94,11 @@ class LateQueue:
         self._queue.close()
 
 
-made: list[OffloadedAdamW] = []
-
-
-@pytest.fixture(autouse=True)
-def closing() -> Iterator[None]:
-    yield
-    while made:
-        made.pop().close()
-
-
 def scheduled(schedule: Schedule) -> Callable[..., OffloadedAdamW]:
     def make(params: Any, **options: Any) -> OffloadedAdamW:
         optimizer = OffloadedAdamW(
             params, bucket_bytes=100, threads=1, engine=ScheduledEngine(schedule), **options
         )
-        made.append(optimizer)
         assert optimizer._workers is not None
         optimizer._workers._queue = LateQueue(optimizer._workers._queue, schedule)
         return optimizer
@@ -117,14 +106,10 @@ def scheduled(schedule: Schedule) -> Callable[..., OffloadedAdamW]:
     return make
 
 
-def synchronous(params: Any, **options: Any) -> AdamW:
-    return AdamW(params, master_weights=True, **options)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_schedule_changes_a_bit(seed: int) -> None:
     options = {"steps": 3, "max_norm": 0.3, "passes": 1 + seed % 2}
-    assert_same_bits(train(scheduled(Schedule(seed)), **options), train(synchronous, **options))
+    assert_same_bits(train(scheduled(Schedule(seed)), **options), train(masters, **options))
 
 
 @pytest.mark.ci
@@ -164,7 +149,7 @@ def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int, overlap: bool
         optimizer.step = stubborn  # type: ignore[method-assign]
         return optimizer
 
-    expected = train(synchronous, steps=4, max_norm=0.3)
+    expected = train(masters, steps=4, max_norm=0.3)
     assert_same_bits(train(until_it_succeeds, steps=4, max_norm=0.3), expected)
     # What failed during the backward was tried again by the step.
     assert len(raised) <= schedule.failed
@@ -178,19 +163,6 @@ def test_a_failed_copy_is_told() -> None:
         optimizer.step()
     assert optimizer.state[param]["step"] == 0.0
     assert_same_bits(param.detach(), torch.ones(3))
-
-
-def test_a_failed_copy_is_told_when_all_have_ended() -> None:
-    class Failing:
-        def finish(self, ticket: int, seconds: float | None = None) -> None:
-            ended.append(ticket)
-            if ticket < 2:
-                raise CopyError(f"copy {ticket}")
-
-    ended: list[int] = []
-    with pytest.raises(CopyError, match="copy 0"):
-        finish_all(Failing(), [lambda number=number: number for number in range(3)])  # type: ignore
-    assert ended == [0, 1, 2]
 
 
 def test_parameters_are_written_anew_from_their_masters() -> None:

@@ -7,23 +7,14 @@ import math
 import pytest
 import torch
 from comparing import assert_same_bits
-from optim_testing import parameters, set_gradients
+from optim_testing import parameters, set_gradients, values
 from torch import nn
 
 import fusedops
 from fusedops._core import dtypes
 from fusedops.optim import clip_grad_norm_, global_norm
 
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
-
-
-def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [param.detach() for param in parameters(dtype)]
-
-
-TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def test_large_and_small_numbers_neither_overflow_nor_vanish() -> None:
@@ -34,7 +25,7 @@ def test_large_and_small_numbers_neither_overflow_nor_vanish() -> None:
 
 
 def test_threads_and_order_do_not_show() -> None:
-    given = tensors(torch.float32)
+    given = values(parameters())
     before = torch.get_num_threads()
     results = []
     for threads in (1, 2, 3):
@@ -45,14 +36,14 @@ def test_threads_and_order_do_not_show() -> None:
         assert_same_bits(result, results[0])
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_one_element_that_is_not_finite_shows(
     value: float, dtype: torch.dtype, backend: str
 ) -> None:
     for place in (0, 130, 16384 + 7, 39999):
-        given = tensors(dtype)
+        given = values(parameters(dtype))
         given[3][place] = value
         with fusedops.use_backend(backend):
             norm = global_norm(given)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from comparing import assert_same_bits
-from offload_testing import TinyModel, train
+from optim_testing import Hook, TinyModel, masters, steps, train
 from torch import nn
 
 from fusedops import UnsupportedError
@@ -32,27 +32,6 @@ OPTIONS: list[dict[str, Any]] = [
 each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda each: "-".join(each) or "none")
 
 
-@pytest.fixture(autouse=True)
-def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the optimizers that a test made."""
-    made: list[OffloadedAdamW] = []
-    before = OffloadedAdamW._attach
-
-    def attach(self: OffloadedAdamW) -> None:
-        made.append(self)
-        before(self)
-
-    monkeypatch.setattr(OffloadedAdamW, "_attach", attach)
-    yield
-    for each in made:
-        each.close()
-
-
-def plain(params: Any, **options: Any) -> AdamW:
-    options.pop("device_fraction", None)
-    return AdamW(params, master_weights=True, **options)
-
-
 def overlapped(params: Any, **options: Any) -> OffloadedAdamW:
     return OffloadedAdamW(params, **SMALL, **options)
 
@@ -62,57 +41,56 @@ def overlapped(params: Any, **options: Any) -> OffloadedAdamW:
 def test_its_bits_are_those_of_the_synchronous_optimizer(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    expected = train(plain, dtype=dtype, steps=6, **options)
-    assert_same_bits(train(overlapped, dtype=dtype, steps=6, **options), expected)
-    late = train(overlapped, dtype=dtype, steps=6, overlap=False, **options)
-    assert_same_bits(late, expected)
-
-
-def test_several_backwards_make_one_step() -> None:
-    expected = train(plain, steps=5, passes=3)
-    assert_same_bits(train(overlapped, steps=5, passes=3), expected)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_skipped_step_leaves_no_trace(value: float) -> None:
-    def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if step in (1, 3):
-            param = list(model.parameters())[2]
-            assert param.grad is not None
-            param.grad[0] = value
-
-    options = {"steps": 5, "skip_non_finite": True, "max_norm": 0.1, "between": spoil}
-    expected = train(plain, **options)
+    options = {"dtype": dtype, "steps": 6, **options}
+    expected = train(masters, **options)
     assert_same_bits(train(overlapped, **options), expected)
+    assert_same_bits(train(overlapped, overlap=False, **options), expected)
 
 
-def changes() -> dict[str, Callable[[int, nn.Module, torch.optim.Optimizer], None]]:
-    def in_place(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+def spoil(value: float) -> Hook:
+    """Return what makes the gradients of two steps not finite."""
 
-    def replaced(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for param in model.parameters():
-            param.grad = param.grad * 2 if param.grad is not None else None
+    def spoils(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if step in (1, 3):
+            model.layers[2].weight.grad[0] = value
 
-    def removed(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        list(model.parameters())[step % 3].grad = None
-
-    def scheduled(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-            group["weight_decay"] += 0.1
-
-    return {each.__name__: each for each in (in_place, replaced, removed, scheduled)}
+    return spoils
 
 
-@pytest.mark.parametrize("change", changes().values(), ids=changes())
-def test_what_changes_after_the_backward_is_seen(change: Callable[..., None]) -> None:
-    expected = train(plain, steps=4, between=change)
-    assert_same_bits(train(overlapped, steps=4, between=change), expected)
+def clipped(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def test_grad_scaler() -> None:
-    assert_same_bits(train(overlapped, steps=6, scaler=True), train(plain, steps=6, scaler=True))
+def replaced(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 2 if param.grad is not None else None
+
+
+def removed(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    list(model.parameters())[step % 3].grad = None
+
+
+def scheduled(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        group["weight_decay"] += 0.1
+
+
+SKIPPING = {"skip_non_finite": True, "max_norm": 0.1}
+RUNS: dict[str, dict[str, Any]] = {
+    "several backwards": {"passes": 3},
+    "gradient scaler": {"scaler": True},
+    "infinity": SKIPPING | {"between": spoil(float("inf"))},
+    "nan": SKIPPING | {"between": spoil(float("nan"))},
+    **{each.__name__: {"between": each} for each in (clipped, replaced, removed, scheduled)},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_what_happens_around_the_backward_is_seen(case: str) -> None:
+    """A step that is skipped leaves no trace, and several backwards make one step."""
+    options = {"steps": 6, **RUNS[case]}
+    assert_same_bits(train(overlapped, **options), train(masters, **options))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -127,7 +105,7 @@ def test_steps_begin_in_the_last_backward_and_are_not_made_again(
         begin(self, bucket, factor, steps=steps)
 
     monkeypatch.setattr(OffloadedAdamW, "_begin", note)
-    model = TinyModel(torch.bfloat16)
+    model = TinyModel()
     optimizer = overlapped(model.parameters(), max_norm=1e6)
     buckets = len(optimizer._buckets)
     assert buckets > 1
@@ -155,32 +133,25 @@ def test_steps_begin_in_the_last_backward_and_are_not_made_again(
 def test_states_go_to_torch_and_come_back() -> None:
     model = TinyModel(torch.float32)
     ours = overlapped(model.parameters())
-
-    def steps(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.step()
-
-    steps(ours, 0, 2)
-    saved = copy.deepcopy(ours.state_dict())
-    weights = copy.deepcopy(model.state_dict())
-    steps(ours, 2, 4)
+    model.train(ours, 0, 1)
+    saved, weights = copy.deepcopy([ours.state_dict(), model.state_dict()])
+    model.train(ours, 2, 3)
     expected = copy.deepcopy([ours.state_dict(), model.state_dict()])
     model.load_state_dict(weights)
     model.loss(0).backward()  # what it begins must not reach the state that is loaded
     ours.load_state_dict(copy.deepcopy(saved))
     assert_same_bits(ours.state_dict(), saved)
-    steps(ours, 2, 4)
+    model.train(ours, 2, 3)
     assert_same_bits([ours.state_dict(), model.state_dict()], expected)
     ours.close()
     stock = torch.optim.AdamW(model.parameters())
     stock.load_state_dict(copy.deepcopy(saved))
     for name in ("step", "exp_avg", "exp_avg_sq"):
-        assert_same_bits(
-            [each[name] for each in stock.state_dict()["state"].values()],
-            [each[name] for each in saved["state"].values()],
+        theirs, mine = (
+            [each[name] for each in state["state"].values()]
+            for state in (stock.state_dict(), saved)
         )
+        assert_same_bits(theirs, mine)
 
 
 @pytest.mark.parametrize(
@@ -235,51 +206,50 @@ def test_the_memory_that_is_available_is_the_least_of_machine_and_container(
     assert host_memory.available_bytes() is None
 
 
-def spoil() -> dict[str, tuple[Callable[[OffloadedAdamW], None], type[Exception], str]]:
-    """Return what can be wrong with an optimizer of two parameters, the second a table's."""
-
-    def table(optimizer: OffloadedAdamW) -> torch.Tensor:
-        return optimizer.param_groups[0]["params"][1]
-
-    def sparse(optimizer: OffloadedAdamW) -> None:
-        table(optimizer).grad = torch.ones(4, 2, dtype=torch.bfloat16).to_sparse()
-        optimizer.step()
-
-    def other_dtype(optimizer: OffloadedAdamW) -> None:
-        param = table(optimizer)
-        param.grad, param.data = None, param.data.float()
-        param.grad = torch.ones(4, 2)
-        optimizer.step()
-
-    def other_device(optimizer: OffloadedAdamW) -> None:
-        optimizer._device = torch.device("meta")  # as if it had been there
-        optimizer.step()
-
-    def other_model(optimizer: OffloadedAdamW) -> None:
-        others = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, 2))]
-        foreign = AdamW(others)
-        for other in others:
-            other.grad = torch.ones_like(other)
-        foreign.step()
-        optimizer.load_state_dict(foreign.state_dict())
-
-    def elsewhere(optimizer: OffloadedAdamW) -> None:
-        optimizer.add_param_group({"params": [("far", nn.Parameter(torch.ones(2, device="meta")))]})
-
-    def too_large(optimizer: OffloadedAdamW) -> None:
-        optimizer.add_param_group({"params": [("large", nn.Parameter(torch.ones(1 << 10)))]})
-
-    return {
-        "a sparse gradient": (sparse, UnsupportedError, "gradient of parameter 'table'.*dense"),
-        "another dtype": (other_dtype, ValueError, "dtype must be torch.bfloat16 of .*'table'"),
-        "another device": (other_device, ValueError, "device must be meta of parameter 'first'"),
-        "another model": (other_model, ValueError, r"state_dict.*'table' has shape \[4, 2\]"),
-        "another group's device": (elsewhere, ValueError, "params must be on one device"),
-        "a group too large": (too_large, MemoryError, "GiB are available"),
-    }
+def table_of(optimizer: OffloadedAdamW) -> torch.Tensor:
+    return optimizer.param_groups[0]["params"][1]
 
 
-@pytest.mark.parametrize("name", spoil())
+def step_sparse(optimizer: OffloadedAdamW) -> None:
+    table_of(optimizer).grad = torch.ones(4, 2, dtype=torch.bfloat16).to_sparse()
+    optimizer.step()
+
+
+def step_in_float32(optimizer: OffloadedAdamW) -> None:
+    param = table_of(optimizer)
+    param.grad, param.data = None, param.data.float()
+    param.grad = torch.ones(4, 2)
+    optimizer.step()
+
+
+def step_elsewhere(optimizer: OffloadedAdamW) -> None:
+    optimizer._device = torch.device("meta")  # as if it had been there
+    optimizer.step()
+
+
+def load_another(optimizer: OffloadedAdamW) -> None:
+    others = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, 2))]
+    foreign = AdamW(others)
+    steps(foreign, 0, 1)
+    optimizer.load_state_dict(foreign.state_dict())
+
+
+def add(param: torch.Tensor) -> Callable[[OffloadedAdamW], None]:
+    return lambda optimizer: optimizer.add_param_group({"params": [("new", nn.Parameter(param))]})
+
+
+# What can be wrong with an optimizer of two parameters, the second a table's.
+WRONG: dict[str, tuple[Callable[[OffloadedAdamW], None], type[Exception], str]] = {
+    "a sparse gradient": (step_sparse, UnsupportedError, "gradient of parameter 'table'.*dense"),
+    "another dtype": (step_in_float32, ValueError, "dtype must be torch.bfloat16 of .*'table'"),
+    "another device": (step_elsewhere, ValueError, "device must be meta of parameter 'first'"),
+    "another model": (load_another, ValueError, r"state_dict.*'table' has shape \[4, 2\]"),
+    "meta": (add(torch.ones(2, device="meta")), ValueError, "params must be on one device"),
+    "too large": (add(torch.ones(1 << 10)), MemoryError, "GiB are available"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
 def test_bad_input_is_named_and_leaves_the_optimizer_as_it_was(
     name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +269,7 @@ def test_bad_input_is_named_and_leaves_the_optimizer_as_it_was(
     backward()
     before = copy.deepcopy([optimizer.state_dict(), first.detach(), table.detach()])
     gradient = table.grad
-    bad, error, words = spoil()[name]
+    bad, error, words = WRONG[name]
     monkeypatch.setattr(offloaded, "available_bytes", lambda: 1000)
     with pytest.raises(error, match=words):
         bad(optimizer)
@@ -314,14 +284,10 @@ def test_bad_input_is_named_and_leaves_the_optimizer_as_it_was(
 
 def test_wrong_arguments_are_named() -> None:
     weight = nn.Parameter(torch.ones(3))
-    for arguments, error, words in (
-        ({"device_fraction": 1.5}, ValueError, "device_fraction"),
-        ({"bucket_bytes": 0}, ValueError, "bucket_bytes"),
-        ({"threads": 0}, ValueError, "threads"),
-        ({"fused": True, "foreach": True}, RuntimeError, "fused"),
-    ):
-        with pytest.raises(error, match=words):
-            OffloadedAdamW([weight], **arguments)
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        OffloadedAdamW([weight], bucket_bytes=0)
+    with pytest.raises(RuntimeError, match="fused"):
+        OffloadedAdamW([weight], fused=True, foreach=True)
     optimizer = OffloadedAdamW([weight])
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)

@@ -25,20 +25,15 @@ def job(size: int = 50_000) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return the description of a job of one tensor, and the tensors."""
     state = {name: torch.zeros(size) for name in ("master", "exp_avg", "exp_avg_sq")}
     grad, copy = torch.full((size,), 2.0), torch.zeros(size)
-    basis = _step_queue.Basis(
-        lr=0.1,
-        betas=(0.9, 0.99),
-        eps=1e-8,
-        bias_correction=True,
-        grad_factor=1.0,
-        decays=(0.0,),
-        steps=(1.0,),
+    numbers: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "grad_factor": 1.0}
+    numbers |= {"bias_correction": True, "decays": (0.0,), "steps": (1.0,)}
+    described = _step_queue.describe(
+        state, state, grad, copy, _step_queue.Basis(**numbers), 0, None
     )
-    described = _step_queue.describe(state, state, grad, copy, basis, 0, None)
     return [described], {**state, "grad": grad, "copy": copy}
 
 
-def in_forked_process(child: Callable[[], None]) -> int:
+def in_forked_process(child: Callable[[], object]) -> int:
     """Return the exit code of a forked process; -1 if it hangs."""
     pid = os.fork()
     if pid == 0:
@@ -89,13 +84,14 @@ def test_a_system_without_more_threads_is_an_error() -> None:
 def test_several_threads_wait_for_one_job_and_close_the_queue() -> None:
     queue = _step_queue.new_queue(2)
     described, tensors = job()
-    answers: list[Any] = []
+    sums: list[list[float]] = []
+    errors: list[str] = []
 
     def wait_and_close(number: int) -> None:
         try:
-            answers.append(queue.wait(number))
+            sums.append(queue.wait(number))
         except ValueError as error:
-            answers.append(str(error))
+            errors.append(str(error))
         queue.close()
 
     number = queue.submit(described, **NUMBERS, steps=True)
@@ -105,9 +101,8 @@ def test_several_threads_wait_for_one_job_and_close_the_queue() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads)
-    sums = [answer for answer in answers if isinstance(answer, list)]
     assert sums and all(each == [4.0 * 50_000] for each in sums)
-    assert all("no job 0" in each for each in answers if isinstance(each, str))
+    assert all("no job 0" in error for error in errors)
     assert bool((tensors["master"] == -0.1).all())
     with pytest.raises(RuntimeError, match="submit after close"):
         queue.submit(described, **NUMBERS, steps=True)
@@ -119,12 +114,11 @@ def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:
     number = queue.submit(described, **NUMBERS, steps=True)
 
     def child() -> None:
-        for call in (
-            lambda: queue.wait(number),
-            lambda: queue.submit(described, **NUMBERS, steps=True),
-        ):
-            with pytest.raises(RuntimeError, match=f"exist only in process {os.getppid()}"):
-                call()
+        says = f"exist only in process {os.getppid()}"
+        with pytest.raises(RuntimeError, match=says):
+            queue.wait(number)
+        with pytest.raises(RuntimeError, match=says):
+            queue.submit(described, **NUMBERS, steps=True)
         queue.close()
 
     assert in_forked_process(child) == 0
@@ -134,40 +128,31 @@ def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_forked_process_steps_its_own_copy(overlap: bool) -> None:
-    def backward() -> None:
-        optimizer.zero_grad()
-        (weight * torch.arange(4.0)).sum().backward()
+    weight, reference = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer, plain = (
+        OffloadedAdamW([each], lr=0.5, overlap=overlap, threads=2) for each in (weight, reference)
+    )
 
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = OffloadedAdamW([weight], lr=0.5, overlap=overlap, threads=2)
-    backward()
-    optimizer.step()
-    backward()  # with overlap a step begins here
+    def backward(of: torch.Tensor) -> None:
+        of.grad = None
+        (of * torch.arange(4.0)).sum().backward()
 
-    def child() -> None:
+    def two_steps() -> None:
         optimizer.step()
-        backward()
+        backward(weight)
         optimizer.step()
-        assert torch.equal(weight.detach(), wanted)
-        optimizer.close()
+        assert torch.equal(weight, reference)
 
-    with torch.no_grad():
-        before = weight.clone()
-    reference = torch.nn.Parameter(torch.ones(4))
-    plain = OffloadedAdamW([reference], lr=0.5, overlap=overlap, threads=1)
     for _ in range(3):
-        plain.zero_grad()
-        (reference * torch.arange(4.0)).sum().backward()
+        backward(reference)
         plain.step()
-    wanted = reference.detach()
-    assert in_forked_process(child) == 0
-    assert torch.equal(weight.detach(), before)
+    backward(weight)
     optimizer.step()
-    backward()
-    optimizer.step()
-    assert torch.equal(weight.detach(), wanted)
-    optimizer.close()
-    plain.close()
+    backward(weight)  # with overlap a step begins here
+    before = weight.detach().clone()
+    assert in_forked_process(lambda: (two_steps(), optimizer.close())) == 0
+    assert torch.equal(weight, before)
+    two_steps()
 
 
 def test_a_forked_process_closes_what_it_does_not_use() -> None:
@@ -175,7 +160,6 @@ def test_a_forked_process_closes_what_it_does_not_use() -> None:
     optimizer = OffloadedAdamW([weight], threads=2)
     (weight * 2).sum().backward()
     assert in_forked_process(optimizer.close) == 0
-    optimizer.close()
 
 
 def test_workers_may_be_closed_by_one_of_their_own_threads() -> None:

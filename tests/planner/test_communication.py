@@ -67,9 +67,8 @@ def test_noise_of_some_percent_stays_noise() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_sizes_are_enough(count: int) -> None:
     curve = fitted(CURVES["one regime"], SIZES[-count:])
-    assert curve.seconds(SIZES[-1]) == pytest.approx(
-        CURVES["one regime"].seconds(SIZES[-1]), rel=1e-3
-    )
+    wanted = CURVES["one regime"].seconds(SIZES[-1])
+    assert curve.seconds(SIZES[-1]) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_falling_times_become_a_constant() -> None:
@@ -118,12 +117,7 @@ def test_the_command_predicts_the_rows_of_another_file(
 ) -> None:
     curve = CURVES["two"]
     rows = [
-        {
-            "gpu": gpu,
-            "op": "all_reduce",
-            "bytes": size,
-            "time_us": factor * 1e6 * curve.seconds(size),
-        }
+        {"gpu": gpu, "op": "sum", "bytes": size, "time_us": factor * 1e6 * curve.seconds(size)}
         for gpu, factor in (("A", 1), ("B", 3))
         for size in SIZES
     ]
@@ -136,7 +130,7 @@ def test_the_command_predicts_the_rows_of_another_file(
         assert float(row["predicted_us"]) == pytest.approx(float(row["time_us"]), rel=0.03)
     assert "20 measured rows: median error" in capsys.readouterr().out
 
-    unknown = write(tmp_path / "c.csv", [{"gpu": "C", "op": "all_reduce", "bytes": 4}])
+    unknown = write(tmp_path / "c.csv", [{"gpu": "C", "op": "sum", "bytes": 4}])
     communication_fit.fit(odd, unknown, tmp_path / "out.csv")
     assert "no row that was fitted has these gpu, op" in (tmp_path / "out.csv").read_text()
 

@@ -97,7 +97,7 @@ def _stored(rank: int, values: dict[str, Any]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"dp": 2}, {"tp": 2}, *({"dp": 2, "zero": zero} for zero in (1, 2, 3))],
+    [{}, {"dp": 2}, {"tp": 2}, *({"dp": 2, "zero": n} for n in (1, 2, 3))],
     ids=str,
 )
 def test_bytes_of_mixed_precision_are_those_that_a_rank_has(values: dict[str, Any]) -> None:

@@ -41,11 +41,9 @@ def recorded(model: TransformerConfig, config: ParallelConfig) -> list[collectiv
 
 def planned(model: TransformerConfig, config: ParallelConfig, rank: int) -> Any:
     rows = ROWS // (config.dp * config.microbatches)
-    layout = Layout.of(precision="float32", seq_len=TOKENS, micro_batch=rows)
-    sizes = {name: getattr(config, name) for name in vars(config)}
-    layout = Layout(ParallelConfig(**sizes), layout.training)
+    shape = Layout.of(precision="float32", seq_len=TOKENS, micro_batch=rows).training
     stage = rank // (config.sizes.ranks // config.pp)
-    return sum(step_traffic(model, layout, rank=stage).values(), Budget())
+    return sum(step_traffic(model, Layout(config, shape), rank=stage).values(), Budget())
 
 
 MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from fusedops.generation.text import Text
+from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import lock_run_folder
 from fusedops.train import InputError, corpus
 from fusedops.train.config import DataConfig
 from fusedops.train.data import Sequences, permuted
+
+
+def opened(data: DataConfig, cache: Path) -> Any:
+    corpus.prepare(data, cache)
+    return corpus.open_corpus(data, cache)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 1000])
@@ -46,8 +55,7 @@ def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> Non
     streams = []
     for folder in "ab":
         data = DataConfig(train=(f"{tmp_path}/{folder}/*.txt",), seq_len=2, validation_share=0.25)
-        corpus.prepare(data, tmp_path / "cache")
-        found = corpus.open_corpus(data, tmp_path / "cache")
+        found = opened(data, tmp_path / "cache")
         streams.append(torch.cat([found.train, found.validation]).tolist())
         assert len(found.validation) == 3 and found.vocab_size == 257
     one, two = [*"Stra\u00dfe".encode(), 256], [*b"tea", 256]
@@ -58,22 +66,17 @@ def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> Non
     assert [each.stat().st_mtime_ns for each in made] == before
 
 
-def _identity(data: DataConfig, cache: Path) -> str:
-    corpus.prepare(data, cache)
-    return corpus.open_corpus(data, cache).identity
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.bin"])
 def test_the_identity_of_a_corpus_is_its_contents(tmp_path: Path, name: str) -> None:
     path, cache = tmp_path / name, tmp_path / "cache"
     data = DataConfig(train=(str(path),), seq_len=2)
     path.write_text("tea and tea " * 9)
-    first = _identity(data, cache)
+    first = opened(data, cache).identity
     os.utime(path, (1, 1))
-    assert _identity(data, cache) == first
+    assert opened(data, cache).identity == first
     path.write_text("tea and tee " * 9)
     os.utime(path, (1, 1))
-    assert _identity(data, tmp_path / "other") != first
+    assert opened(data, tmp_path / "other").identity != first
 
 
 def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
@@ -81,15 +84,10 @@ def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"t\xffe")
     streams = {}
     for errors in ("skip", "replace"):
-        data = DataConfig(
-            train=(f"{tmp_path}/*.txt",), seq_len=2, validation_share=0.0, errors=errors
-        )
-        corpus.prepare(data, tmp_path / "cache")
-        streams[errors] = bytes(
-            each
-            for each in corpus.open_corpus(data, tmp_path / "cache").train.tolist()
-            if each < 256
-        )
+        given = {"seq_len": 2, "validation_share": 0.0, "errors": errors}
+        data = DataConfig(train=(f"{tmp_path}/*.txt",), **given)
+        tokens = opened(data, tmp_path / "cache").train
+        streams[errors] = bytes(token for token in tokens.tolist() if token < 256)
     assert streams["skip"] == b"tea and tea"
     replaced = "t\ufffde".encode()
     assert replaced in streams["replace"] and len(streams["replace"]) == 11 + len(replaced)
@@ -107,8 +105,7 @@ def test_what_runs_wrote_is_no_text(
     for name in ("runs/a", "runs/b"):  # the second meets what the first wrote, and its own lock
         with lock_run_folder(Path(name)):
             for cache in (Path(name) / "cache", Path("tokens")):
-                corpus.prepare(data, cache)
-                found = corpus.open_corpus(data, cache)
+                found = opened(data, cache)
                 assert bytes(torch.cat([found.train, found.validation])[:-1]) == b"one and two"
             Path(name, "metrics.jsonl").write_text("{}")
     # Text in a run's folder is read where it is asked for, but not the folder itself.
@@ -145,11 +142,9 @@ def test_all_of_a_text_is_read_whatever_a_tokenizer_stores(tmp_path: Path, store
     path = tmp_path / "tokenizer.json"
     made.save(str(path))
     (tmp_path / "a.txt").write_text("ab" * 100)
-    data = DataConfig(
-        train=(f"{tmp_path}/a.txt",), tokenizer=str(path), end_of_text="<end>", seq_len=4
-    )
-    corpus.prepare(data, tmp_path / "cache")
-    found = corpus.open_corpus(data, tmp_path / "cache")
+    options = {"tokenizer": str(path), "end_of_text": "<end>", "seq_len": 4}
+    data = DataConfig(train=(f"{tmp_path}/a.txt",), **options)
+    found = opened(data, tmp_path / "cache")
     tokens = torch.cat([found.train, found.validation]).tolist()
     assert tokens == [4 + gap] * 100 + [1]
     assert found.vocab_size == 5 + gap
@@ -160,8 +155,7 @@ def test_files_of_tokens_are_mapped_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.write_bytes(torch.arange(40, dtype=torch.int32).numpy().tobytes())
     data = DataConfig(train=(str(path),), token_dtype="int32", seq_len=8, validation_share=0.5)
-    corpus.prepare(data, tmp_path / "cache")
-    found = corpus.open_corpus(data, tmp_path / "cache")
+    found = opened(data, tmp_path / "cache")
     assert found.train.tolist() == list(range(20)) and found.validation[0] == 20
     corpus.check_ids(found, 40)
     with pytest.raises(InputError, match="validation tokens must be in .0, 30.*number 10 is 30"):
@@ -189,8 +183,7 @@ def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path, case: str
         (folder / name).write_bytes(content)
     data = DataConfig(train=(str(folder),), seq_len=8, validation_share=0.0)
     with pytest.raises(InputError, match=message):
-        corpus.prepare(data, tmp_path / "cache")
-        corpus.open_corpus(data, tmp_path / "cache")
+        opened(data, tmp_path / "cache")
 
 
 def test_tokens_past_32_bits_are_no_words(tmp_path: Path) -> None:
@@ -227,3 +220,41 @@ def test_a_file_that_vanishes_leaves_no_half_of_its_tokens(
     with pytest.raises(InputError, match="cannot read"):
         corpus.prepare(DataConfig(train=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_wait_until_rank_0_has_left_the_block(fails: bool) -> None:
+    store = dist.HashStore()
+    ranks = [Ranks(rank, 3, torch.device("cpu"), store) for rank in range(3)]
+    left: list[int] = []
+    may_end = threading.Event()
+
+    def prepare(of: Ranks) -> None:
+        for turn in range(2):
+            try:
+                with of.first() as is_first:
+                    assert is_first == (of.rank == 0)
+                    if is_first:
+                        may_end.wait()
+                        left.append(turn)
+                        if fails:
+                            raise ValueError("no such text")
+            except ValueError:
+                continue
+            if not is_first:
+                left.append(of.rank)
+
+    threads = [threading.Thread(target=prepare, args=(of,)) for of in ranks]
+    for thread in threads:
+        thread.start()
+    threads[1].join(timeout=0.3)
+    assert threads[1].is_alive() and threads[2].is_alive() and not left
+    may_end.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert left[0] == 0 and sorted(left) == [0, 1, 1, 1, 2, 2]
+
+
+def test_one_process_waits_for_nobody() -> None:
+    with Ranks(0, 1, torch.device("cpu"), dist.HashStore()).first() as is_first:
+        assert is_first

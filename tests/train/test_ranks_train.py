@@ -32,27 +32,24 @@ DROPPING = (
     (2, 3, {"dp": 2, "microbatches": 2}),
     (2, 6, {"pp": 2, "microbatches": 2}),
 )
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "mesh": ({"parallel": {"tp": 3}}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),
-    "heads": ({"parallel": {"tp": 2}, "model": {"preset": "tiny-gpt2", "num_heads": 1}}, "heads"),
-    "batch": ({"batch": 3}, "dp x microbatches must be a divisor of batch, 3, got 2"),
-    "sequence": ({"parallel": {"tp": 2, "sp": True}}, "tokens of a sequence must be a multiple of"),
-    "corpus": ({}, "text.txt is not UTF-8: byte 3"),
-    "cache": ({}, "all processes must see that folder"),
-    "empty": ({}, "the corpus is empty: no text in 1 files"),
-    "key": ({"optimizer": {"lrr": 1.0}}, "unknown key 'lrr' in [optimizer]: did you mean 'lr'?"),
-    "model": (
-        {"model": {"preset": "tiny-gpt2", "num_layers": 1}},
-        "is of another model or optimizer",
+ONE_LAYER = {"preset": "tiny-gpt2", "num_layers": 1}
+
+
+# Changes of the configuration and of its data, and what is told.
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "mesh": ({"parallel": {"tp": 3}}, {}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),
+    "heads": ({"parallel": {"tp": 2}, "model": ONE_LAYER | {"num_heads": 1}}, {}, "heads"),
+    "batch": ({"batch": 3}, {}, "dp x microbatches must be a divisor of batch, 3, got 2"),
+    "sequence": (
+        {"parallel": {"tp": 2, "sp": True}},
+        {"seq_len": 33},
+        "tokens of a sequence must be a multiple of",
     ),
-}
-
-
-BAD_DATA: dict[str, dict[str, Any]] = {
-    "sequence": {"seq_len": 33},
-    "corpus": {"train": ["bad/text.txt"]},
-    "empty": {"train": ["bad/empty.txt"]},
-    "cache": {"cache": "elsewhere"},
+    "corpus": ({}, {"train": ["bad/text.txt"]}, "text.txt is not UTF-8: byte 3"),
+    "cache": ({}, {"cache": "elsewhere"}, "all processes must see that folder"),
+    "empty": ({}, {"train": ["bad/empty.txt"]}, "the corpus is empty: no text in 1 files"),
+    "key": ({"optimizer": {"lrr": 1.0}}, {}, "unknown key 'lrr' in [optimizer]: did you mean"),
+    "model": ({"model": ONE_LAYER}, {}, "is of another model or optimizer"),
 }
 
 
@@ -213,9 +210,9 @@ def _refused(rank: int, folder: str) -> list[str]:
     """Return what each case is refused with."""
     train(config(Path(folder), out=f"{folder}/other", steps=1))
     told = []
-    for case, (changes, _) in BAD.items():
+    for case, (changes, data, _) in BAD.items():
         given = config(Path(folder), **PLAIN | changes)
-        given["data"] |= BAD_DATA.get(case, {})
+        given["data"] |= data
         if case == "model":
             given |= {"out": f"{folder}/other"}
         os.chdir("/" if case == "cache" and rank else folder)
@@ -232,7 +229,7 @@ def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
     config(tmp_path)
     first, second = on_fresh_ranks(2, _refused, str(tmp_path))
     assert isinstance(first, list) and first == second, first
-    for told, (case, (_, wanted)) in zip(first, BAD.items(), strict=True):
+    for told, (case, (*_, wanted)) in zip(first, BAD.items(), strict=True):
         assert wanted in told, case
 
 

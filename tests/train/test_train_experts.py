@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import Died, Watching, config, die, same_bits, whole
+from train_runs import Watching, config, died, resumed, same_bits, whole
 
 from fusedops.train import InputError, train
 
@@ -31,12 +31,10 @@ def test_biases_go_on_where_a_run_died(tmp_path: Path) -> None:
     # So many steps of the rate, up and down.
     assert moved.abs().max() > 0
     assert torch.equal((moved / 0.01).round().abs() <= 6, torch.ones(4, dtype=torch.bool))
-    with pytest.raises(Died):
-        train(config(tmp_path, **RUN), callback=Watching(5, die))
-    resumed = Watching()
-    train(config(tmp_path, **RUN, parallel={"microbatches": 1}), callback=resumed)
-    assert resumed.first == 3
-    assert torch.equal(_biases(resumed), moved) and same_bits(wanted, resumed)
+    died(tmp_path, 5, config(tmp_path, **RUN))
+    again = resumed(config(tmp_path, **RUN, parallel={"microbatches": 1}))
+    assert again.first == 3
+    assert torch.equal(_biases(again), moved) and same_bits(wanted, again)
 
 
 HASH = MODEL | {"balance_rate": 0.0, "router": "hash", "top_k": 1, "domain_experts": [1, 3]}
@@ -64,26 +62,17 @@ def test_each_entry_of_the_corpus_is_a_domain_with_experts_of_its_own(tmp_path: 
         letters = batch.tokens != 256  # but for the ends of files
         assert torch.equal(batch.domains[letters], batch.tokens[letters] - ord("0"))
         assert set(batch.domains.unique().tolist()) == {0, 1}
-    moved = {
-        expert
-        for expert, state in enumerate(
-            run.optimizer.state[run.parallel.model.layers["0"].feed_forward.experts.down_proj][
-                "exp_avg"
-            ]
-        )
-        if state.any()
-    }
+    weight = run.parallel.model.layers["0"].feed_forward.experts.down_proj
+    states = run.optimizer.state[weight]["exp_avg"]
+    moved = {expert for expert, state in enumerate(states) if state.any()}
     assert 0 in moved and moved & {1, 2, 3}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no domains": ({"domains": False}, HASH, "domain_experts must be empty without data.domains"),
-    "other number": (
-        {},
-        HASH | {"domain_experts": [4]},
-        "must be of 2 numbers, one for each entry",
-    ),
+    "other number": ({}, HASH | {"domain_experts": [4]}, "of 2 numbers, one for each entry"),
     "validation": ({"validation": ["a"]}, HASH, "validation must be as many as train, 2"),
+    "file of two": ({}, HASH, r"1.txt must be of one entry of the corpus, got .*zeros"),
 }
 
 
@@ -91,12 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_domains_that_do_not_fit_are_told(tmp_path: Path, case: str) -> None:
     changes, model, says = REFUSED[case]
     data = _two_domains(tmp_path) | changes
+    if case == "file of two":
+        data["train"][1] = f"{tmp_path}/**/1.txt"
     with pytest.raises(InputError, match=says):
         train(config(tmp_path, data=data, model=model, steps=1))
-
-
-def test_a_file_of_two_domains_is_told(tmp_path: Path) -> None:
-    data = _two_domains(tmp_path)
-    data["train"][1] = f"{tmp_path}/**/1.txt"
-    with pytest.raises(InputError, match=r"1.txt must be of one entry of the corpus, got .*zeros"):
-        train(config(tmp_path, data=data, model=HASH, steps=1))

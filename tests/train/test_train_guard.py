@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
 import signal
+import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from one_process import full_tensor
 from process_pool import on_fresh_ranks
-from train_runs import Watching, around_backward, config
+from torch.overrides import TorchFunctionMode
+from train_runs import Watching, around_backward, config, lines, resumed
 
 from fusedops._core import dtypes
-from fusedops.checkpoint import GuardError
-from fusedops.models import Transformer
+from fusedops.checkpoint import Guard, GuardError, guard
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.train import InputError, train
+from fusedops.train import InputError, step, train
 from fusedops.train.builder import Run
 
 SPOILT_STEP = 3
@@ -43,12 +48,11 @@ def test_a_run_that_ended_in_nan_resumes_from_the_last_good_checkpoint(tmp_path:
             train(given, ["steps=7", "optimizer.lr=1e99"])
         names = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
         assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
-    resumed = Watching()
-    result = train(given, ["steps=7"], callback=resumed)
-    assert resumed.first == 4 and result.finished
-    assert all(math.isfinite(record["loss"]) for record in resumed.records)
+    again = resumed(given, "steps=7")
+    assert again.first == 4
+    assert all(math.isfinite(record["loss"]) for record in again.records)
     passed_over = "passed over step-0000000007.0: it is not finite"
-    assert resumed.run.notes[:2] == ("resumes from step 4", passed_over)
+    assert again.run.notes[:2] == ("resumes from step 4", passed_over)
 
 
 def test_a_run_without_a_good_checkpoint_does_not_resume(tmp_path: Path) -> None:
@@ -82,8 +86,7 @@ def test_a_run_whose_last_steps_were_skipped_is_not_done(
             with pytest.raises(GuardError, match="after step 5 with 2 skipped steps, .*0000002.0"):
                 train(given)
     assert not list(export.iterdir())
-    resumed = Watching()
-    assert train(given, callback=resumed).finished and resumed.first == 2
+    assert resumed(given).first == 2
 
 
 def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
@@ -91,8 +94,7 @@ def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
     train(given, ["steps=4"])
     with pytest.raises(GuardError, match="went back to step 4 2 times already; the last good"):
         train(given, ["steps=100", "optimizer.lr=1e99"])
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
+    steps = [line["step"] for line in lines(tmp_path)]
     assert steps == [*range(1, len(steps) + 1)], "a rollback removes the lines of later steps"
 
 
@@ -117,22 +119,25 @@ def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int)
 
 
 def _weights(parallel: TrainEngine) -> dict[str, Any]:
-    model: Any = parallel.model
-    assert isinstance(model, Transformer) or parallel.config.pp > 1
-    found = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name] = whole.detach().numpy()
-    return found
+    return {name: full_tensor(each).numpy() for name, each in parallel.model.named_parameters()}
+
+
+@functools.cache
+def _alone(microbatches: int, compute: str) -> Any:
+    """Train on one process."""
+    changes = {"steps": STEPS, "parallel": {"microbatches": microbatches}}
+    changes |= {"precision": {"compute": compute}}
+    with tempfile.TemporaryDirectory() as folder:
+        return _spoiling(0, folder, changes, 0)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path: Path) -> None:
     changes = LAYOUTS[layout] | {"steps": STEPS}
-    alone = changes | {"parallel": {"microbatches": changes["parallel"].get("microbatches", 1)}}
-    events, scale, wanted, records = _spoiling(0, str(tmp_path), alone, 0)
     half = "precision" in changes
+    microbatches = changes["parallel"].get("microbatches", 1)
+    events, scale, wanted, records = _alone(microbatches, "float16" if half else "auto")
     assert events == ([] if half else [(SPOILT_STEP, "skip")])
     results = on_fresh_ranks(2, _spoiling, str(tmp_path), changes, 1)
     assert all(isinstance(result, tuple) for result in results), results
@@ -149,3 +154,41 @@ def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path:
     for key in ("loss", "action"):
         one, other = ([each[key] for each in run] for run in (results[0][3], records))
         assert one == (other if key == "action" else pytest.approx(other, rel=difference)), key
+
+
+WAITING = {
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__bool__),
+    *(torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.nonzero, torch.nonzero),
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts calls that give numbers of a tensor to the host, by the line of ``step.py``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[int] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller: FrameType | None = sys._getframe(1)
+        if func in WAITING and caller is not None and caller.f_code.co_filename == step.__file__:
+            self.lines[caller.f_lineno] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_once(tmp_path: Path) -> None:
+    changes = {"parallel": {"microbatches": 2}, "validation": {"sequences": 0}}
+    with Waits() as waits:
+        result = train(config(tmp_path, steps=3, **changes))
+    assert result.finished and list(waits.lines.values()) == [3]
+
+
+def test_a_guard_exchanges_nothing_that_is_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(guard, "gather_objects", lambda values, group: [values, [9.0, 9.0]])
+    watching = Guard(None, on_nonfinite="skip", on_spike="skip")
+    assert watching.check(0, 1.0, 2.0, agreed=True).ok
+    assert watching._history["loss"][-1] == 1.0
+    assert watching.check(1, 1.0, 2.0).ok and watching._history["loss"][-1] == 9.0
+    with pytest.raises(TypeError, match="agreed must be a bool"):
+        watching.check(2, 1.0, agreed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -16,7 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
+from comparing import assert_same_bits
+from train_runs import (
+    STEPS,
+    Watching,
+    config,
+    died,
+    lines,
+    resumed,
+    same_bits,
+    uninterrupted,
+    whole,
+)
 
 from fusedops._core import dtypes
 from fusedops.launch import processes
@@ -39,11 +51,6 @@ from fusedops.train.schedule import learning_rate
 from fusedops.train.step import _dropout_seed
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / "run" / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     result = train(config(tmp_path))
     found = lines(tmp_path)
@@ -64,16 +71,15 @@ def test_rows_that_fill_up_a_batch_do_not_count_in_the_validation(tmp_path: Path
     batch = trained.run.validation.rows(torch.arange(6))
     with torch.no_grad():
         total, count, *_ = trained.run.parallel.model.eval()(batch.tokens, labels=batch.labels)
-    assert trained.records[-1]["validation_loss"] == pytest.approx(
-        float(total / count), rel=dtypes.training_difference(2)
-    )
+    wanted = pytest.approx(float(total / count), rel=dtypes.training_difference(2))
+    assert trained.records[-1]["validation_loss"] == wanted
 
 
 def test_the_share_of_a_peak_measured_too_low_is_at_most_one(tmp_path: Path) -> None:
-    train(config(tmp_path, log={"peak_tflops": 1e-9}))
+    train(config(tmp_path, steps=5, log={"peak_tflops": 1e-9}))
     shares = [line["mfu"] for line in lines(tmp_path)]
     rates = [line["tokens_per_second"] for line in lines(tmp_path)]
-    fastest = [max(rates[: index + 1]) for index in range(STEPS)]
+    fastest = [max(rates[: index + 1]) for index in range(5)]
     assert shares == pytest.approx([rate / top for rate, top in zip(rates, fastest, strict=True)])
 
 
@@ -95,19 +101,6 @@ def test_the_peak_is_that_of_the_faster_product(monkeypatch: pytest.MonkeyPatch)
     assert peak == pytest.approx(2 * 1024**3 / 1e-2)
 
 
-def test_what_a_run_froze_is_collected_when_the_process_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = ["unfreeze"]
-    monkeypatch.setattr("gc.get_freeze_count", lambda: int(calls[-1] == "freeze"))
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(f"gc.{name}", lambda name=name: calls.append(name))
-    train(config(tmp_path, steps=3))
-    assert calls == ["unfreeze", "freeze", "unfreeze"]
-    train(config(tmp_path, steps=5))
-    assert calls[3:] == ["freeze", "unfreeze"], "a run that resumes is not paused either"
-
-
 def test_weights_that_could_not_be_exported_are_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,58 +110,53 @@ def test_weights_that_could_not_be_exported_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    wanted = whole(tmp_path)
-    with pytest.raises(Died):
-        train(config(tmp_path), callback=Watching(8, die))
-    assert [each["step"] for each in lines(tmp_path)] == [*range(1, 9)]
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+@pytest.fixture(scope="module")
+def dead_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dead")
+    died(folder, 8)
+    return folder
+
+
+@pytest.fixture
+def dead(dead_run: Path, tmp_path: Path) -> Path:
+    """A folder with a run that died after step 8, whose last checkpoint is that of step 5."""
+    shutil.copytree(dead_run, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_run_that_died_goes_on_with_the_same_bits(dead: Path) -> None:
+    assert [each["step"] for each in lines(dead)] == [*range(1, 9)]
+    with (dead / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # half a line
-    resumed = Watching()
-    train(config(tmp_path), callback=resumed)
-    assert resumed.first == 5 and resumed.run.notes == ("resumes from step 5",)
-    assert same_bits(wanted, resumed)
-    told = [line["loss"] for line in lines(tmp_path)]
-    assert told == [record["loss"] for record in wanted.records]
+    again = resumed(config(dead))
+    assert again.first == 5 and again.run.notes == ("resumes from step 5",)
+    assert same_bits(uninterrupted(), again)
+    told = [line["loss"] for line in lines(dead)]
+    assert told == [record["loss"] for record in uninterrupted().records]
+
+
+DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.1}
+NEXT_RATE = "the next step's learning rate changes: 0.00614 -> 0.00955"
 
 
 @pytest.mark.parametrize(
     ("change", "notes"),
     [
-        (
-            {"batch": 2, "seed": 7, "log": {"every": 3}},
-            ["changed since the run was saved: batch 4 -> 2, seed 0 -> 7"],
-        ),
-        (
-            {"model": {"preset": "tiny-gpt2", "dropout": 0.2, "attention_dropout": 0.1}},
-            ["changed since the run was saved: model.dropout 0.1 -> 0.2"],
-        ),
-        (
-            {"steps": 36},
-            [
-                "changed since the run was saved: steps 12 -> 36",
-                "the next step's learning rate changes: 0.00614 -> 0.00955",
-            ],
-        ),
-        (
-            {"data": {"validation_share": 0.1, "seq_len": 32}},
-            ["changed since the run was saved: data.validation_share 0.05 -> 0.1"],
-        ),
-        ({"guard": {"patience": 3}}, ["changed since the run was saved: guard.patience 8 -> 3"]),
+        ({"batch": 2, "seed": 7, "log": {"every": 3}}, ["batch 4 -> 2, seed 0 -> 7"]),
+        ({"model": {"preset": "tiny-gpt2", **DROPOUTS}}, ["model.dropout 0.1 -> 0.2"]),
+        ({"steps": 36}, ["steps 12 -> 36", NEXT_RATE]),
+        ({"data": {"validation_share": 0.1, "seq_len": 32}}, ["data.validation_share 0.05 -> 0.1"]),
+        ({"guard": {"patience": 3}}, ["guard.patience 8 -> 3"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_resumed_run_tells_what_was_changed(
-    tmp_path: Path, change: dict[str, Any], notes: list[str]
+    dead: Path, change: dict[str, Any], notes: list[str]
 ) -> None:
-    with pytest.raises(Died):
-        train(config(tmp_path), callback=Watching(6, die))
     if "data" in change:
-        change = {"data": change["data"] | {"train": [f"{tmp_path}/*.txt"]}}
-    resumed = Watching(6, die)
-    with pytest.raises(Died):
-        train(config(tmp_path, **change), callback=resumed)
-    assert list(resumed.run.notes[1:]) == notes
+        change = {"data": change["data"] | {"train": [f"{dead}/*.txt"]}}
+    _, first, *more = died(dead, 6, config(dead, **change)).run.notes
+    assert [first, *more] == [f"changed since the run was saved: {notes[0]}", *notes[1:]]
 
 
 def test_a_resumed_run_tells_of_another_version(
@@ -176,10 +164,8 @@ def test_a_resumed_run_tells_of_another_version(
 ) -> None:
     train(config(tmp_path, steps=1))
     monkeypatch.setattr(resume, "versions", lambda: {"torch": "9.0"})
-    resumed = Watching()
-    train(config(tmp_path, steps=1), callback=resumed)
     changed = f"changed since the run was saved: torch {torch.__version__} -> 9.0"
-    assert resumed.run.notes == ("resumes from step 1", changed)
+    assert resumed(config(tmp_path, steps=1)).run.notes == ("resumes from step 1", changed)
 
 
 def test_a_resumed_run_tells_of_other_tokenizers_domains_and_layouts() -> None:
@@ -225,17 +211,15 @@ def test_each_field_of_a_model_is_compared(name: str) -> None:
 
 
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
-    wanted = whole(tmp_path)
-    stopped = train(
-        config(tmp_path), callback=Watching(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    )
+    stopping = Watching(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = train(config(tmp_path), callback=stopping)
     assert not stopped.finished and stopped.step == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    resumed = Watching()
-    assert train(config(tmp_path), callback=resumed).finished
-    assert resumed.first == 4 and same_bits(wanted, resumed)
-    again = train(config(tmp_path))
-    assert again == TrainResult(STEPS, True, None, None, tmp_path / "run")
+    again = resumed(config(tmp_path))
+    assert again.first == 4 and same_bits(uninterrupted(), again)
+    for steps in (STEPS, 2):  # it is done, or past its steps
+        done = train(config(tmp_path, steps=steps))
+        assert done == TrainResult(STEPS, True, None, None, tmp_path / "run")
 
 
 def test_sigterm_during_the_preparation_ends_after_the_first_step(
@@ -270,8 +254,8 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
 def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(90):
-        text = f"{number} is {'more ' * (number % 7)}"
-        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+        path = tmp_path / "texts" / f"{number}.txt"
+        path.write_text(f"{number} is {'more ' * (number % 7)}")
     data = {"train": [str(tmp_path / "texts")], "seq_len": 32, "documents": True}
     llama = {"preset": "tiny-llama"}  # whose positions are relative
     watching = whole(tmp_path, data=data, model=llama, steps=1)
@@ -292,19 +276,17 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
 
 def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path) -> None:
     train(config(tmp_path), ["steps=5"])
-    watching = Watching()
-    train(config(tmp_path), ["steps=6", "optimizer.weight_decay=0.25"], callback=watching)
-    assert watching.first == 5
-    assert watching.run.optimizer.param_groups[0]["weight_decay"] == 0.25
+    again = resumed(config(tmp_path), "steps=6", "optimizer.weight_decay=0.25")
+    assert again.first == 5
+    assert again.run.optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
 def test_less_memory_gives_the_same_weights(tmp_path: Path) -> None:
-    plain, less = whole(tmp_path, steps=6), Watching()
     kept = {"offload": ["optimizer"], "recompute": "full"}
-    train(config(tmp_path, parallel=kept), ["steps=6", "checkpoint.every=2"], callback=less)
-    one, other = (each.run.parallel.model.state_dict() for each in (plain, less))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert [record["grad_norm"] > 1.0 for record in less.records][0]  # it is clipped
+    less = resumed(config(tmp_path, parallel=kept), "checkpoint.every=2")
+    one, other = (each.run.parallel.model.state_dict() for each in (uninterrupted(), less))
+    assert_same_bits(other, one)
+    assert less.records[0]["grad_norm"] > 1.0  # it is clipped
 
 
 @pytest.mark.parametrize(
@@ -321,9 +303,8 @@ def test_operations_of_a_token(name: str, weights: int) -> None:
 
 def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
     half, parallel = {"param": "bfloat16"}, {"microbatches": 2}
-    watching = whole(
-        tmp_path, precision=half, model={"preset": "tiny-llama"}, batch=4, parallel=parallel
-    )
+    llama = {"preset": "tiny-llama"}
+    watching = whole(tmp_path, precision=half, model=llama, parallel=parallel)
     weight = next(watching.run.parallel.model.parameters())
     master = watching.run.optimizer.state[weight]["master"]
     assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
@@ -387,6 +368,10 @@ def test_the_loss_scale_doubles_after_good_steps() -> None:
     assert not other.overflowed(1.0) and other.value == 8.0
     none = LossScale(PrecisionConfig(compute="bfloat16"))
     assert none.value == 1.0 and not none.overflowed(float("nan"))
+    # What is not finite under the least scale is the guard's.
+    least = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0**-12))
+    assert [least.overflowed(float("nan")) for _ in range(4)] == [True, True, False, False]
+    assert least.value == 2.0**-14
 
 
 @pytest.mark.parametrize(
@@ -468,9 +453,8 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
 
     train(config(tmp_path, steps=3), callback=Watching(1, meanwhile))
     host = f"process {os.getpid()} of {socket.gethostname()}"
-    assert told == [
-        f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
-    ]
+    says = f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
+    assert told == [says]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
@@ -480,19 +464,6 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(InputError, match="cannot write |config: out "):
         train(config(tmp_path))
-
-
-def test_a_run_that_is_past_its_steps_is_done(tmp_path: Path) -> None:
-    train(config(tmp_path), ["steps=3"])
-    assert train(config(tmp_path), ["steps=2"]) == TrainResult(
-        3, True, None, None, tmp_path / "run"
-    )
-
-
-def test_what_is_not_finite_under_the_least_scale_is_the_guards() -> None:
-    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0**-12))
-    assert [scale.overflowed(float("nan")) for _ in range(4)] == [True, True, False, False]
-    assert scale.value == 2.0**-14
 
 
 def test_lines_before_a_rewind_are_not_written_again(tmp_path: Path) -> None:
@@ -546,6 +517,5 @@ def test_runs_leave_the_hooks_of_the_process_as_they_were(tmp_path: Path) -> Non
 
     before = hooks()
     train(config(tmp_path, steps=1))
-    with pytest.raises(Died):
-        train(config(tmp_path, steps=2), callback=Watching(2, die))
+    died(tmp_path, 2, config(tmp_path, steps=2))
     assert hooks() == before

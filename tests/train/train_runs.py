@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from fusedops.train import loop, train
@@ -67,6 +71,33 @@ def whole(folder: Path, **changes: Any) -> Watching:
     out = str(folder / "whole")
     assert train(config(folder, out=out, **changes), callback=watching).finished
     return watching
+
+
+@functools.cache
+def uninterrupted() -> Watching:
+    """Return an uninterrupted run of ``config`` as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        return whole(Path(folder))
+
+
+def died(folder: Path, at: int, given: Mapping[str, Any] | None = None) -> Watching:
+    """Run until the process would be killed behind a step."""
+    watching = Watching(at, die)
+    with pytest.raises(Died):
+        train(config(folder) if given is None else given, callback=watching)
+    return watching
+
+
+def resumed(given: Mapping[str, Any], *more: str) -> Watching:
+    """Run to the end from where an earlier run with the same folder had come to."""
+    watching = Watching()
+    assert train(given, list(more), callback=watching).finished
+    return watching
+
+
+def lines(folder: Path, name: str = "run") -> list[dict[str, Any]]:
+    """Return the metrics that a run has written."""
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
 
 
 def same_bits(one: Watching, other: Watching) -> bool:
