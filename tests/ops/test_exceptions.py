@@ -6,10 +6,12 @@ without a garbage collection.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +108,32 @@ def test_copies_that_fail_are_freed_with_the_error() -> None:
     with contextlib.suppress(CopyError):
         copy(3)
     assert len(tensors) == 3 and _alive(tensors) == 0
+
+
+def _kept_exceptions(tree: ast.AST, freed: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield what is raised from variables and attributes that nothing clears afterwards.
+
+    An ``except`` clause clears its own variable, and ``del`` in a ``finally`` block any.
+    """
+    if isinstance(tree, ast.Raise) and isinstance(tree.exc, ast.Name | ast.Attribute):
+        name = ast.unparse(tree.exc)
+        is_class = name.rpartition(".")[2].lstrip("_")[:1].isupper()
+        if not is_class and name not in freed:
+            yield f"line {tree.lineno}: raise {name}"
+    if isinstance(tree, ast.ExceptHandler) and tree.name:
+        freed |= {tree.name}
+    final = tree.finalbody if isinstance(tree, ast.Try) else []
+    deletions = [step for step in final if isinstance(step, ast.Delete)]
+    inside = freed | {ast.unparse(target) for step in deletions for target in step.targets}
+    for child in ast.iter_child_nodes(tree):
+        yield from _kept_exceptions(child, freed if child in final else inside)
+
+
+def test_no_frame_refers_to_the_exception_that_it_raises() -> None:
+    root = Path(fusedops.__file__).parent
+    kept = {
+        str(path.relative_to(root)): lines
+        for path in root.rglob("*.py")
+        if (lines := list(_kept_exceptions(ast.parse(path.read_text()))))
+    }
+    assert not kept
