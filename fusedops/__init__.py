@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from fusedops.generation import generate
     from fusedops.integrations import (
         PatchReport,
-        decompositions,
         describe,
         patch,
         register_attention,
         register_experts,
         unpatch,
     )
+    from fusedops.integrations.decompositions import decompositions
     from fusedops.integrations.graph.passes import compile_passes
     from fusedops.planner.sharding import auto_parallel
     from fusedops.runtime.host import tune_host
