@@ -18,6 +18,8 @@ from fusedops.parallel import Sizes, make_mesh, rank_groups
 from fusedops.parallel.collective_errors import gather_objects, raise_on_all, vote
 from fusedops.parallel.comm import host_groups
 from fusedops.parallel.comm.host_groups import host_group
+from fusedops.parallel.mesh import connect
+from fusedops.testing import threads
 
 OnProcesses = Callable[..., list[Any]]
 DENSE = {"pp": "dct", "dp": "pct", "cp": "pdt", "tp": "pdc", "data": "pt", "stage": "p"}
@@ -93,6 +95,44 @@ def test_a_mesh_of_another_world_size_is_refused_on_every_rank(rank: int) -> Non
     words = "pp x dp x cp x tp = 1 x 2 x 1 x 3 = 6 must be the 8 processes"
     with pytest.raises(ValueError, match=words):
         make_mesh(Sizes(dp=2, tp=3))
+
+
+def _connected_groups(rank: int) -> set[str]:
+    """Return the groups of more than one rank, by the name that torch has for each."""
+    mesh = make_mesh(Sizes(pp=2, dp=2, tp=2, ep=2))
+    connect(mesh, torch.device("cpu"))
+    groups = [mesh.group(name) for name in rank_groups(mesh.sizes)]
+    return {group.group_name for group in groups if group.size() > 1}
+
+
+def test_each_group_begins_with_a_collective_of_all_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL hangs where the first communication of a group is a transfer that some ranks skip."""
+    began: dict[int, set[str]] = {rank: set() for rank in range(8)}
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        began[dist.get_rank()].add(group.group_name)
+        original(tensor, group=group)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for rank, groups in enumerate(threads.run(_connected_groups, 8)):
+        assert began[rank] == groups and len(groups) == 7
+
+
+def test_groups_of_gpus_are_connected_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedops.parallel import mesh as module
+
+    devices: list[torch.device] = []
+    monkeypatch.setattr(module, "connect", lambda mesh, device: devices.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        make_mesh(Sizes(), device_type="cuda")
+    finally:
+        dist.destroy_process_group()
+    assert devices == [torch.device("cuda", 3)]
 
 
 RANKS, WRONG = 4, 2

@@ -36,6 +36,7 @@ from fusedops.parallel.tensor.layers import (
     distribute,
     from_tensor_parallel,
     local,
+    reduce_in_place,
     replicated,
     to_tensor_parallel,
 )
@@ -156,6 +157,34 @@ def test_split_layers_equal_the_plain_ones(ranks: int, dtype: torch.dtype) -> No
 @pytest.mark.distributed
 def test_split_layers_on_processes_equal_the_plain_ones(on_processes: Callable[..., Any]) -> None:
     on_processes(_layers, 2, torch.bfloat16)
+
+
+def _in_place(rank: int) -> None:
+    """A product is reduced where it is; leaves and views, which may be others, elsewhere."""
+    group = dist.group.WORLD
+    x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+    product = x * 3.0
+    memory = product.data_ptr()
+    output = reduce_in_place(product, group)
+    assert output.data_ptr() == memory and torch.equal(output, torch.full((2, 4), 9.0))
+    output.backward(torch.full((2, 4), 2.0))
+    assert torch.equal(x.grad, torch.full((2, 4), 6.0))
+    # The product is an input of another operation, which reads it before the reduction.
+    squared = (product := x * 3.0).square()
+    assert torch.equal(reduce_in_place(product, group), torch.full((2, 4), 9.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+    for mine in (x, x.detach(), (x * 3.0)[:, :2]):
+        before = mine.clone()
+        total = reduce_in_place(mine, group)
+        assert torch.equal(mine, before) and not torch.equal(total, before)
+
+
+@pytest.mark.distributed
+def test_a_reduction_in_place_corrupts_nothing_that_is_needed(
+    on_processes: Callable[..., Any],
+) -> None:
+    on_processes(_in_place, 2)
 
 
 def _memory_of_reduction(rank: int, name: str) -> tuple[list[int], list[int]]:
