@@ -1,4 +1,4 @@
-"""Full disks, truncated and changed files: the last good one loads, and the reason is told."""
+"""Full disks, kills, truncated and changed files: the last good one loads, and says why."""
 
 from __future__ import annotations
 

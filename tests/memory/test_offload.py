@@ -1,4 +1,4 @@
-"""Offload: what comes back is what left, however the copies are scheduled; and faults are told."""
+"""Offload: what comes back is what left, however late; no weights leave; faults are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation: the same bits as without, and fewer bytes at the peak."""
+"""Recomputation: the same bits as without, whatever a second forward meets, in fewer bytes."""
 
 from __future__ import annotations
 

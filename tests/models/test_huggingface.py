@@ -1,4 +1,4 @@
-"""Models of transformers, loaded and saved: logits equal within rounding, both ways."""
+"""Models of transformers, loaded and saved: equal logits, and on ranks each part by who has it."""
 
 from __future__ import annotations
 

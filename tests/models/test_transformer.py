@@ -1,4 +1,4 @@
-"""Models of every kind: their loss is the cross-entropy of their logits, and training lowers it."""
+"""Models of every kind: the loss is that of their logits, training lowers it; their experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that cannot be, and what a layout changes in the bytes of a device."""
+"""Layouts that cannot be, what a layout changes in the bytes of a device, pipelines in plans."""
 
 from __future__ import annotations
 

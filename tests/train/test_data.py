@@ -1,4 +1,7 @@
-"""Sequences: each once an epoch, in an order that neither ranks nor interruptions change."""
+"""Sequences: each once an epoch, in an order that neither ranks nor interruptions change.
+
+Rank 0 prepares what all read: the others wait for it without a collective, which would end.
+"""
 
 from __future__ import annotations
 

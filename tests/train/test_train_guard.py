@@ -1,4 +1,7 @@
-"""What is not finite: the last good checkpoint stays, a run ends with it, and ranks agree."""
+"""What is not finite: the last good checkpoint stays, a run ends with it, and ranks agree.
+
+The host waits for the numbers of the device once in a step.
+"""
 
 from __future__ import annotations
 
