@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import multiprocessing
-import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,50 +32,29 @@ _PLAIN, _ARENA = "plain", "arena"
 
 @dataclass(frozen=True)
 class ArenaStepSettings:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        family: of the model.
-        size: of it.
-        dtype: of the weights.
-        seconds: of one process.
-        threads: of it; 0: one per physical core.
-        processes: how many, one after another.
-        patched: whether ``fusedops.patch`` fuses the model, which then has fewer temporaries.
-    """
-
-    family: str
-    size: ModelSize
-    dtype: torch.dtype
-    seconds: float
-    threads: int
-    processes: int
-    patched: bool = False
+    family: str  # of the model
+    size: ModelSize  # of it
+    dtype: torch.dtype  # of the weights
+    seconds: float  # of one process
+    threads: int  # of it; 0: one per physical core
+    processes: int  # how many, one after another
+    patched: bool = False  # whether ``fusedops.patch`` fuses the model: fewer temporaries
 
 
 @dataclass(frozen=True)
 class ArenaStepRow:
-    """One process.
+    """One process."""
 
-    Attributes:
-        plain_ms: median of the step without an arena.
-        arena_ms: of the step in one.
-        speedup: plain by arena, median of the rounds' ratios.
-        speedup_q1: lower quartile of these.
-        speedup_q3: upper quartile.
-        trusted: whether enough samples were undisturbed.
-        same_bits: whether losses and weights of both are equal after all steps.
-        report: of the arena.
-    """
-
-    plain_ms: float
-    arena_ms: float
-    speedup: float
-    speedup_q1: float
-    speedup_q3: float
-    trusted: bool
-    same_bits: bool
-    report: ArenaReport
+    plain_ms: float  # median of the step without an arena
+    arena_ms: float  # of the step in one
+    speedup: float  # plain by arena, median of the rounds' ratios
+    speedup_q1: float  # lower quartile of these
+    speedup_q3: float  # upper quartile
+    trusted: bool  # whether enough samples were undisturbed
+    same_bits: bool  # whether losses and weights of both are equal after all steps
+    report: ArenaReport  # of the arena
 
 
 def run(settings: ArenaStepSettings) -> list[ArenaStepRow]:
@@ -87,11 +65,6 @@ def run(settings: ArenaStepSettings) -> list[ArenaStepRow]:
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             rows.append(pool.submit(_measure, settings).result())
     return rows
-
-
-def median_speedup(rows: list[ArenaStepRow]) -> float:
-    """Return the median of the processes."""
-    return statistics.median(row.speedup for row in rows)
 
 
 @dataclass

@@ -91,8 +91,13 @@ def training_step(
     return step
 
 
-def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences: int) -> StepShape:
-    """Return what the planner knows of a float32 step of ``training_step``.
+def shape_of_step(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    sequences: int,
+    precision: str = "float32",
+) -> StepShape:
+    """Return what the planner knows of a step of ``training_step``.
 
     Pipelines are cut as ``parallelize`` cuts them; the planner's own search balances stages alone.
     """
@@ -102,7 +107,7 @@ def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences
         runs = layer_runs(config, parallel, order)
         parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
     rows = sequences // (parallel.dp * parallel.microbatches)
-    training = TrainingShape(micro_batch=rows, precision="float32")
+    training = TrainingShape(micro_batch=rows, precision=precision)
     return step_shape(config, Layout(parallel, training))
 
 

@@ -1,9 +1,9 @@
-"""Pictures of measurements: bars and dots of speed-ups, lines over sizes, buffers in a block."""
+"""Pictures of measurements: bars of speed-ups, lines over sizes, buffers in a block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusedops.terminal.svg import INK, PALETTE, document, element, legend, points, text
@@ -24,7 +24,7 @@ class Bar:
 
 def bars(title: str, lines: Sequence[Bar]) -> str:
     """Return the SVG, a line per bar in the given order."""
-    left = _left(line.label for line in lines)
+    left = max(190, round(6.4 * max((len(line.label) for line in lines), default=0)) + 16)
     height = _TOP + _STEP * len(lines) + 10
     longest = max(1.0, *(max(line.ours or 0.0, line.compiled or 0.0) for line in lines))
     scale = (_WIDTH - left - _RIGHT) / longest
@@ -51,46 +51,6 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
         text(x + 3, height - 1, "eager", font_size=10, fill=_ONE),
     ]
     return document(_WIDTH, height, title, parts)
-
-
-def _left(labels: Iterable[str]) -> int:
-    """Return where the space for labels ends."""
-    return max(190, round(6.4 * max(map(len, labels), default=0)) + 16)
-
-
-def dots(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return the SVG of measurements of the same things over time, on a logarithmic axis.
-
-    Args:
-        title: of the picture.
-        rows: labels, and the positive ratios of each from the oldest to the newest.
-    """
-    left = _left(label for label, _ in rows)
-    step, values = 16, [value for _, ratios in rows for value in ratios]
-    height = _TOP + step * len(rows) + 24
-    low, high = math.log(min(0.8, *values)), math.log(max(1.25, *values) * 1.05)
-
-    def place(value: float) -> float:
-        return left + (math.log(value) - low) / (high - low) * (_WIDTH - left - _RIGHT)
-
-    parts = []
-    for tick in (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
-        if low <= math.log(tick) <= high:
-            x, colour = place(tick), _ONE if tick == 1 else _GRID
-            parts += [
-                element("line", x1=x, y1=_TOP - 8, x2=x, y2=height - 18, stroke=colour),
-                text(x, height - 5, f"{tick:g}", text_anchor="middle", fill=INK),
-            ]
-    for index, (label, ratios) in enumerate(rows):
-        y = _TOP + step * index
-        *before, newest = map(place, ratios)
-        parts += [
-            text(left - 8, y + 4, label, text_anchor="end", fill=INK),
-            *(element("circle", cx=x, cy=y, r=3, fill=_OTHERS) for x in before),
-            element("circle", cx=newest, cy=y, r=4, fill=_OURS),
-            text(newest + 8, y + 4, f"{ratios[-1]:.2f}", fill=INK),
-        ]
-    return document(_WIDTH, height, title, parts, font_size=11)
 
 
 _PLOT_HEIGHT, _PLOT_LEFT, _LEGEND_STEP = 360, 70, 16

@@ -32,19 +32,12 @@ _WARM_UP = 0.3
 
 @dataclass(frozen=True)
 class TeamSetting:
-    """A way of making steps.
+    """A way of making steps."""
 
-    Attributes:
-        name: for messages.
-        processes: how many; of several, each is in a gloo process group of all.
-        threads: of each.
-        make_step: is called in each process; returns what makes a step and returns its loss. It
-            must be picklable.
-    """
-
-    name: str
-    processes: int
-    threads: int
+    name: str  # for messages
+    processes: int  # how many; of several, each is in a gloo process group of all
+    threads: int  # of each
+    # is called in each process; returns what makes a step and returns its loss; picklable
     make_step: Callable[[], Callable[[], float]]
 
 
@@ -100,20 +93,15 @@ class _Team:
         self._processes = []
         for rank in range(setting.processes):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(setting, rank, str(store), theirs), daemon=True
-            )
+            given = setting, rank, str(store), theirs
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._links.append(mine)
             self._processes.append(process)
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Make steps, the first one not timed.
-
-        Returns:
-            The seconds of a timed one, of the slowest process, and the loss of the first.
-        """
+        """Make steps; return the seconds of one, of the slowest process, and the first loss."""
         self._signal("SIGCONT")
         for link in self._links:
             link.send(steps)

@@ -14,6 +14,8 @@ from fusedops.terminal.console import console, print_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fusedops.bench.results import BenchRecord
+
 # A file, if it was asked for, and what writes it.
 Writer = tuple[str | Path | None, Callable[[Any], object]]
 
@@ -26,11 +28,6 @@ def check_outputs(*paths: str | Path | None, results: Path | None = None) -> Non
     if results is not None:
         files.make_folder(results)
         files.check_writable(results / "probe")
-
-
-def json_file(path: str | Path | None, record: Any) -> Writer:
-    """Return what writes a record, if its file was asked for."""
-    return path, partial(files.write_json, value=record)
 
 
 def text_file(path: str | Path | None, make: Callable[[], str]) -> Writer:
@@ -73,4 +70,40 @@ def deliver(
         return
     out = console()
     show(out)
-    write_all([json_file(path, record), *others], out)
+    write_all([(path, partial(files.write_json, value=record)), *others], out)
+
+
+def deliver_record(
+    record: BenchRecord,
+    json_file: Path | None,
+    csv_file: Path | None,
+    svg_file: Path | None,
+    results: Path | None,
+    *,
+    name: str,
+) -> None:
+    """Show a record of ``fusedops bench`` and write its files.
+
+    Args:
+        record: what was measured.
+        json_file: gets the record.
+        csv_file: gets the rows.
+        svg_file: gets the picture.
+        results: gets a folder of the device, with a file for each op, or family, and dtype.
+        name: of these, as ``save_parts`` takes it.
+    """
+    from fusedops.bench import report
+    from fusedops.bench.results import save_csv, save_json, save_parts
+
+    out = console()
+    report.show(record, out)
+    save = save_csv if name.endswith(".csv") else save_json
+    write_all(
+        [
+            (json_file, partial(save_json, record=record)),
+            (csv_file, partial(save_csv, record=record)),
+            (svg_file, partial(report.save_svg, record=record)),
+            (results, partial(save_parts, record=record, name=name, save=save)),
+        ],
+        out,
+    )

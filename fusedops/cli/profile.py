@@ -48,23 +48,14 @@ class _Profile:
 
 
 def profile(
-    folder: Annotated[
-        str, typer.Argument(help="A run of fusedops train, or a folder of torch.profiler's traces.")
-    ],
-    compare: Annotated[
-        str, typer.Option(help="Another such folder: how many times longer this one takes.")
-    ] = "",
+    folder: Annotated[str, typer.Argument(help="A run, or a folder of torch.profiler's traces.")],
+    compare: Annotated[str, typer.Option(help="Another such folder, to compare with.")] = "",
     worst: Annotated[int, typer.Option(min=1, help="Slowest ranks to show.")] = 5,
     json_file: Annotated[
         str, typer.Option("--json", help="Write everything to a file; -: print it instead.")
     ] = "",
     trace_file: Annotated[
-        str,
-        typer.Option(
-            "--trace",
-            help="Write the slowest traces of a folder as one trace by one clock, for Perfetto "
-            "(ui.perfetto.dev).",
-        ),
+        str, typer.Option("--trace", help="Write the slowest traces as one, for ui.perfetto.dev.")
     ] = "",
 ) -> None:
     """Print where the steps of each rank spend their time, and what a job could gain.
@@ -164,10 +155,9 @@ def _traces(folder: str) -> _Profile:
 
     traces = read_traces(folder, processes=os.cpu_count() or 1)
     kernels: dict[str, tuple[float, int]] = {}
-    for trace in traces:
-        for name, (seconds, calls) in trace.kernels.items():
-            before = kernels.get(name, (0.0, 0))
-            kernels[name] = before[0] + seconds, before[1] + calls
+    for name, (seconds, calls) in (item for trace in traces for item in trace.kernels.items()):
+        before = kernels.get(name, (0.0, 0))
+        kernels[name] = before[0] + seconds, before[1] + calls
     ranks = [trace.times for trace in traces if trace.times is not None]
     notes = [trace.note for trace in traces if trace.note]
     present = {times.rank for times in ranks}
@@ -241,15 +231,10 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
 def _show_ranks(ranks: Sequence[RankTimes], factors: dict[int, float], out: Console) -> None:
     sections = ["step", "computing", "communication", "not_overlapped", "bubble", "preparing"]
     sections.append("free")
-    cells = (
-        (
-            times.rank,
-            times.stage,
-            *(f"{1e3 * getattr(times, name):.1f}" for name in sections),
-            f"{factors[times.rank]:.2f}x",
-        )
-        for times in ranks
-    )
+    cells = []
+    for times in ranks:
+        figures = (f"{1e3 * getattr(times, name):.1f}" for name in sections)
+        cells.append((times.rank, times.stage, *figures, f"{factors[times.rank]:.2f}x"))
     names = (name.replace("_", " ") for name in sections)
     columns = number_columns("rank", "stage", *names, "by its peers")
     show_table(out, columns, cells, title="ms of a step")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ import torch
 from bench_records import invoke
 
 import fusedops
-from fusedops.bench import peers
+from fusedops.bench import contenders
 from fusedops.bench.cases import tiny_sample, ulps
 from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
@@ -30,6 +31,7 @@ from fusedops.specs import BenchCase, Sample, Spec, all_specs
 ROWS, COLUMNS = 64, 128
 CPU = torch.device("cpu")
 FLOAT32 = ("--dtype", "float32")
+PEERS: dict[str, Callable[[], dict[str, Any]]] = {}  # of the private specs
 
 
 def eager(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +73,7 @@ def _spec(
         "summary": "",
         "autocast": "keep",
     }
-    peers.PEERS[name] = changes.pop("peers", lambda: {"peer": twice_as_much_memory})
+    PEERS[name] = changes.pop("peers", lambda: {"peer": twice_as_much_memory})
     return Spec(name=name, **(given | changes))
 
 
@@ -83,7 +85,8 @@ def bench(*args: str, compiled: bool = False) -> Any:
 @pytest.fixture(autouse=True)
 def two_specs(specs: dict[str, Spec], known_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two private specs, and limits that need no measuring."""
-    monkeypatch.setattr(peers, "PEERS", {})
+    PEERS.clear()
+    monkeypatch.setattr(contenders, "load_peers", lambda: SimpleNamespace(PEERS=PEERS))
     specs.clear()
     specs.update({name: _spec(name) for name in ("exponential", "other")})
 

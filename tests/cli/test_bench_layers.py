@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fusedops._core import dtypes
-from fusedops.bench.contenders import ContenderCall
+from fusedops.bench.contenders import ContenderCall, peers_of
 from fusedops.bench.layers import LAYERS, MOE_LAYER
-from fusedops.bench.peers import peers_of
 from fusedops.cli.bench.ops import _specs
 from fusedops.specs import all_specs
 

@@ -25,10 +25,10 @@ from fusedops.bench.models import (
     MODES,
     TRAINING,
     ModelCase,
-    ModelSettings,
     run_case,
 )
 from fusedops.bench.results import load_json
+from fusedops.bench.runner import BenchSettings
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan, Variant
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("known_limits")
 TINY = ModelSize(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
-SETTINGS = ModelSettings(
+SETTINGS = BenchSettings(
     device=CPU,
     clock=CpuClock(),
     plan=TimingPlan(1, 1, 0.0),
@@ -55,7 +55,7 @@ def bench(*args: str) -> Any:
     return invoke("bench", "models", *args, *size, *options)
 
 
-def outcome(family: str, mode: str, **changes: Any) -> models.Outcome:
+def outcome(family: str, mode: str, **changes: Any) -> models.FamilyResult:
     dtype = changes.pop("dtype", torch.float32)
     settings = replace(SETTINGS, **changes)
     return run_case(ModelCase(FAMILIES[family], mode, TINY, dtype), settings)
@@ -124,8 +124,11 @@ def _broken(model: nn.Module) -> None:
         (_broken, FORWARD, "the patched model raises ZeroDivisionError"),
     ],
 )
-def test_what_is_wrong_has_no_time(patch: Any, mode: str, said: str) -> None:
-    found = outcome("gpt2", mode, patch=patch)
+def test_what_is_wrong_has_no_time(
+    monkeypatch: pytest.MonkeyPatch, patch: Any, mode: str, said: str
+) -> None:
+    monkeypatch.setattr(models, "patch", patch)
+    found = outcome("gpt2", mode)
     assert [row.variant for row in found.rows] == ["eager"]
     assert any(said in each for each in found.wrong), found.wrong
 
@@ -281,7 +284,7 @@ def test_interrupt_keeps_what_was_measured_before(
 ) -> None:
     real = models.run_case
 
-    def interrupted(case: models.ModelCase, settings: ModelSettings) -> Any:
+    def interrupted(case: models.ModelCase, settings: BenchSettings) -> Any:
         if case.family.name == "vit":
             raise KeyboardInterrupt
         return real(case, settings)

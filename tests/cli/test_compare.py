@@ -12,7 +12,7 @@ import pytest
 from bench_records import invoke, record, row
 
 from fusedops.bench.compare import compare, parse_share
-from fusedops.bench.results import BenchRecord, load_json, save_json, save_results, to_csv
+from fusedops.bench.results import BenchRecord, load_json, save_csv, save_json, save_parts, to_csv
 from fusedops.terminal.files import UserError
 
 
@@ -122,7 +122,7 @@ def test_csv_has_versions_in_each_row(tmp_path: Path) -> None:
 
 def test_results_go_to_one_file_per_op_and_dtype(tmp_path: Path) -> None:
     rows = (row(), row(dtype="bfloat16"), row(op="mlp"))
-    written = save_results(tmp_path, record(*rows))
+    written = save_parts(tmp_path, record(*rows), "{}-{}.csv", save_csv)
     names = ["gelu-float32.csv", "gelu-bfloat16.csv", "mlp-float32.csv"]
     assert written == [tmp_path / "cpu-zen5" / name for name in names]
     assert all(len(path.read_text().splitlines()) == 2 for path in written)

@@ -16,9 +16,10 @@ from bench_records import record, row
 from rich.console import Console
 from rich.table import Table
 
-from fusedops.bench import chart, models_report, table
-from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
+from fusedops.bench import report
+from fusedops.bench.cases import lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
+from fusedops.bench.runner import BenchSettings
 from fusedops.cli.plan import memory as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan
@@ -83,7 +84,7 @@ FIGURES |= {"median": 1.25, "gb_per_s": 77.5, "limit_share": 0.33, "host_us": 2.
 def test_a_disturbed_row_has_no_times_in_a_table() -> None:
     for trusted in (True, False):
         out = terminal(200)
-        table.show(record(row("eager"), row(trusted=trusted, **FIGURES)), out)
+        report.show(record(row("eager"), row(trusted=trusted, **FIGURES)), out)
         ours = next(line for line in printed(out).splitlines() if "fusedops (cpp)" in line)
         times = ("6458.70", "1.25", "77.5", "33%")
         assert [time in ours for time in times] == [trusted] * 4
@@ -95,9 +96,11 @@ def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
     leads = dict.fromkeys(("lead", "lead_q1", "lead_q3"), 6458.7)
     disturbed = row(trusted=False, **FIGURES, **leads, rival="eager")
     out = terminal(200)
-    models_report.show(record(row("eager"), disturbed), out)
+    measured = record(row("eager"), disturbed)
+    measured.settings["patch"] = "fusedops.patch(model)"
+    report.show(measured, out)
     assert "6458" not in printed(out) and "disturbed" in printed(out)
-    picture = chart.draw(record(row("eager"), disturbed))
+    picture = report.draw(measured)
     assert "6458" not in picture and ">disturbed<" in picture
 
 

@@ -220,7 +220,7 @@ def test_rates_are_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) ->
     seconds = {"eager": [2e-3] * 3, "fusedops": [1e-3] * 3}
     timing = Timing(seconds, {name: [False] * 3 for name in seconds}, least=1)
     monkeypatch.setattr(calibrate, "measure", lambda *_: timing)
-    rate = calibrate.product_rate("linear", (16, 32, 64), torch.float32, CPU, CpuClock())
+    rate = calibrate.product_rate((16, 32, 64), torch.float32, CPU, CpuClock())
     assert rate.ratio == 2.0 and rate.trusted
     assert rate.gflops == pytest.approx((2 * 16 * 32 * 64 / 1e6, 2 * 16 * 32 * 64 / 2e6))
 
@@ -230,5 +230,5 @@ def test_what_a_dtype_cannot_run_has_its_reason(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("not implemented for 'Half'")
 
     monkeypatch.setattr(calibrate, "linear_act", refuse)
-    rate = calibrate.product_rate("linear", (16, 32, 64), torch.float16, CPU, CpuClock())
+    rate = calibrate.product_rate((16, 32, 64), torch.float16, CPU, CpuClock())
     assert rate.ratio is None and rate.problem == "not implemented for 'Half'"

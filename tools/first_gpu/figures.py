@@ -23,9 +23,15 @@ import torch.nn.functional as F
 from first_gpu.figure_list import FIGURES, FORWARD, Figure
 from first_gpu.plugin import error_of_context
 from fusedops.bench.cases import least_work, variants_of
-from fusedops.bench.contenders import Contender, ContenderCall, admitted, backend_of, error_line
+from fusedops.bench.contenders import (
+    Contender,
+    ContenderCall,
+    admitted,
+    backend_of,
+    error_line,
+    peers_of,
+)
 from fusedops.bench.limits import LeastWork, Limit, Limits, measure_limits
-from fusedops.bench.peers import peers_of
 from fusedops.optim import AdamW
 from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import Sample, Spec, all_specs

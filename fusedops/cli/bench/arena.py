@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.cli import output
-from fusedops.cli.bench import models, options
+from fusedops.cli.bench import options
 from fusedops.terminal import files
 from fusedops.terminal.console import DISTURBED, number_columns, show_table
-from fusedops.terminal.progress import steps
+from fusedops.terminal.progress import sigterm_interrupts, steps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fusedops.bench.arena_step import ArenaStepRow
+    from fusedops.bench.model_zoo import ModelSize
     from fusedops.memory.arena import Placement
 
 _COLUMNS = ("lower", "upper", "size")
@@ -52,9 +54,7 @@ def arena(
         list[Path] | None,
         typer.Argument(metavar="FILES...", help="CSV files: id,lower,upper,size."),
     ] = None,
-    capacity: Annotated[
-        int | None, typer.Option(min=0, help="Bytes of a block that is small enough.")
-    ] = None,
+    capacity: Annotated[int | None, typer.Option(min=0, help="Bytes that are few enough.")] = None,
     alignment: Annotated[int, typer.Option(min=1, help="Of every offset.")] = 1,
     seconds: Annotated[float, options.seconds_per("file, or process of --step", most=3600)] = 1.0,
     step: Annotated[
@@ -64,7 +64,7 @@ def arena(
     dtype: Annotated[str, typer.Option(help="Of its weights.")] = "bfloat16",
     hidden: options.Hidden = 512,
     layers: options.Layers = 4,
-    tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
+    tokens: options.Tokens = "4x256",
     threads: options.Threads = 0,
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes of --step.")] = 5,
     patched: Annotated[bool, typer.Option("--patched", help="Fuse the model of --step.")] = False,
@@ -86,26 +86,26 @@ def arena(
         if step == bool(sources):
             raise files.UserError("fusedops bench arena needs either FILES or --step")
         if step:
-            sizes = (hidden, layers, tokens)
-            result = _steps(family, dtype, sizes, seconds, threads, processes, patched)
+            size = options.model_size(hidden, layers, tokens)
+            result = _steps(family, dtype, size, seconds, threads, processes, patched)
         else:
             result = _placements(sources or [], capacity, alignment, seconds)
-        picture = output.text_file(svg_file, partial(_picture, result))
-        output.deliver(result.record, json_file, result.show, picture)
+
+        def picture() -> str:
+            from fusedops.bench.svg import rectangles
+
+            return rectangles(result.title, result.boxes)
+
+        drawn = output.text_file(svg_file, picture)
+        output.deliver(result.record, json_file, result.show, drawn)
     if not result.same_bits:
         raise typer.Exit(1)
-
-
-def _picture(result: _Result) -> str:
-    from fusedops.bench.svg import rectangles
-
-    return rectangles(result.title, result.boxes)
 
 
 def _steps(
     family: str,
     dtype: str,
-    sizes: tuple[int, int, str],
+    size: ModelSize,
     seconds: float,
     threads: int,
     processes: int,
@@ -120,13 +120,12 @@ def _steps(
     dtypes = conditions.set_up()
     if len(dtypes) != 1:
         raise files.UserError(f"--step needs one dtype, got {dtype}")
-    size = models.model_size(*sizes, 1)
     settings = arena_step.ArenaStepSettings(
         family, size, dtypes[0], seconds, threads, processes, patched
     )
-    with options.sigterm_interrupts():
+    with sigterm_interrupts():
         rows = arena_step.run(settings)
-    speedup, report = arena_step.median_speedup(rows), rows[0].report
+    speedup, report = statistics.median(row.speedup for row in rows), rows[0].report
     given = {"family": family, "dtype": dtype, "size": size.label, "patched": patched}
     record = {"settings": given, "rows": [asdict(row) for row in rows], "speedup": speedup}
     return _Result(
@@ -159,41 +158,32 @@ def _placements(
     sources: Sequence[Path], capacity: int | None, alignment: int, seconds: float
 ) -> _Result:
     """Place the buffers of each file."""
+    from fusedops.memory.arena import place
+
     rows = []
-    with steps(len(sources)) as progress, options.sigterm_interrupts():
+    with steps(len(sources)) as progress, sigterm_interrupts():
         for source in sources:
             progress.describe(source.name)
-            rows.append(_placed(source, capacity, alignment, seconds))
+            buffers = _read(source)
+            given = (buffers[name] for name in _COLUMNS)
+            began = time.perf_counter()
+            try:
+                placed = place(*given, capacity=capacity, alignment=alignment, seconds=seconds)
+            except ValueError as error:
+                raise files.UserError(f"{source}: {error}") from None
+            rows.append(_Row(source.name, buffers, placed, time.perf_counter() - began))
             progress.advance()
     first = rows[0]
-    columns = (first.buffers["lower"], first.buffers["upper"], first.placement.offsets)
-    boxes = [
-        (begin, end, offset, offset + size)
-        for begin, end, offset, size in zip(*columns, first.buffers["size"], strict=True)
-    ]
+    columns = (*(first.buffers[name] for name in _COLUMNS), first.placement.offsets)
     return _Result(
         {"rows": [_record(row) for row in rows]},
         partial(_show, rows),
         f"{first.name}: {first.placement.height} bytes, bound {first.placement.bound}",
-        boxes,
+        [
+            (begin, end, offset, offset + size)
+            for begin, end, size, offset in zip(*columns, strict=True)
+        ],
     )
-
-
-def _placed(source: Path, capacity: int | None, alignment: int, seconds: float) -> _Row:
-    from fusedops.memory.arena import place
-
-    buffers = _read(source)
-    began = time.perf_counter()
-    try:
-        placement = place(
-            *(buffers[name] for name in _COLUMNS),
-            capacity=capacity,
-            alignment=alignment,
-            seconds=seconds,
-        )
-    except ValueError as error:
-        raise files.UserError(f"{source}: {error}") from None
-    return _Row(source.name, buffers, placement, time.perf_counter() - began)
 
 
 def _read(source: Path) -> dict[str, list[int]]:
@@ -215,16 +205,15 @@ def _read(source: Path) -> dict[str, list[int]]:
 
 
 def _show(rows: list[_Row], out: Console) -> None:
+    cells = []
+    for row in rows:
+        placement = row.placement
+        words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
+        words = words if placement.fits else "larger than the capacity"
+        sizes = len(placement.offsets), placement.bound, placement.height
+        cells.append((row.name, *sizes, f"{1 + placement.gap:.4f}", f"{row.seconds:.2f}", words))
     figures = number_columns("buffers", "bound", "block", "block / bound", "seconds")
-    show_table(out, ("file", *figures, ""), map(_file_cells, rows))
-
-
-def _file_cells(row: _Row) -> list[Any]:
-    placement = row.placement
-    words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
-    words = words if placement.fits else "larger than the capacity"
-    sizes = [len(placement.offsets), placement.bound, placement.height]
-    return [row.name, *sizes, f"{1 + placement.gap:.4f}", f"{row.seconds:.2f}", words]
+    show_table(out, ("file", *figures, ""), cells)
 
 
 def _record(row: _Row) -> dict[str, object]:

@@ -11,7 +11,7 @@ import typer
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 from fusedops.terminal.console import console, number_columns, show_table
-from fusedops.terminal.progress import steps
+from fusedops.terminal.progress import sigterm_interrupts, steps
 
 if TYPE_CHECKING:
     from fusedops.bench.device import DeviceStep
@@ -23,8 +23,7 @@ def device(
     threads: options.Threads = 1,
     dtype: options.Dtypes = "float32,bfloat16",
     links: Annotated[
-        Path | None,
-        typer.Option(help="JSON of fusedops bench communication on this machine, for its links."),
+        Path | None, typer.Option(help="JSON of fusedops bench communication on this machine.")
     ] = None,
     seconds: Annotated[float, options.seconds_per("step", most=60)] = 2.0,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller models: a first look.")] = False,
@@ -46,7 +45,7 @@ def device(
 
         dtypes = conditions.set_up()
         curves = CommunicationModel.load(links) if links else None
-        with steps(len(cases(quick=quick)) + 2) as progress, options.sigterm_interrupts():
+        with steps(len(cases(quick=quick)) + 2) as progress, sigterm_interrupts():
             measured = measure_device(
                 conditions.device, dtypes, seconds, progress.done, links=curves, quick=quick
             )

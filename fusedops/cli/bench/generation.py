@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 
 def generate(
-    presets: Annotated[
-        str, typer.Option(help="Comma-separated presets with the architectures.")
-    ] = "gpt2,llama3-8b",
-    dtype: Annotated[str, typer.Option(help="Comma-separated dtypes.")] = "float32,bfloat16",
+    presets: Annotated[str, typer.Option(help="Comma-separated presets.")] = "gpt2,llama3-8b",
+    dtype: options.Dtypes = "float32,bfloat16",
     hidden: options.Hidden = 512,
     layers: options.Layers = 4,
     vocabulary: options.Vocabulary = 4096,

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.cli import output
-from fusedops.cli.bench import models, options
+from fusedops.cli.bench import options
 from fusedops.terminal import files
 from fusedops.terminal.console import DISTURBED, number_columns, show_table
-from fusedops.terminal.progress import steps
+from fusedops.terminal.progress import sigterm_interrupts, steps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedops.bench.conditions import Conditions
     from fusedops.bench.memory import MemoryRow
     from fusedops.memory.measurement.report import MemoryReport
 
@@ -28,9 +27,9 @@ def memory(
     family: Annotated[str, typer.Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
     dtype: options.Dtypes = "float32",
     device: options.Device = "cpu",
-    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
+    hidden: options.SmallHidden = 512,
     layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
-    tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
+    tokens: options.Tokens = "4x256",
     seconds: Annotated[float, options.seconds_per("model and dtype")] = 20.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
@@ -48,39 +47,33 @@ def memory(
         files.check_environment()
         output.check_outputs(json_file, svg_file)
         conditions = options.conditions(dtype, device, seconds, threads, allocator)
-        size = models.model_size(hidden, layers, tokens, 1)
+        size = options.model_size(hidden, layers, tokens)
+        from fusedops.bench import machine
+        from fusedops.bench.memory import run_case
         from fusedops.bench.model_zoo import FAMILIES
+        from fusedops.bench.results import dtype_name
+        from fusedops.runtime.timer import TimingPlan, clock_for
 
         chosen = [FAMILIES[name] for name in options.words(family, FAMILIES, "family")]
-        rows, reports, record = _measure(chosen, size, conditions)
+        cases = list(itertools.product(chosen, conditions.set_up()))
+        where = conditions.device
+        clock, plan = clock_for(where), TimingPlan(seconds=seconds)
+        rows: list[MemoryRow] = []
+        reports: dict[str, MemoryReport] = {}
+        with steps(len(cases)) as progress, sigterm_interrupts():
+            for of, weights in cases:
+                report = progress.reporter(f"{of.name} {dtype_name(weights)}")
+                measured, drawn = run_case(of, size, weights, where, clock, plan, report)
+                rows += measured
+                reports = reports or drawn
+                progress.advance()
+        settings = {"allocator": allocator, "seconds": seconds, "device": where.type}
+        record = {"settings": settings, "rows": [asdict(row) for row in rows]}
+        record = machine.provenance(where) | record
         picture = output.text_file(svg_file, partial(_picture, reports))
         output.deliver(record, json_file, partial(_show, rows, record), picture)
     if not all(row.same_bits for row in rows):
         raise typer.Exit(1)
-
-
-def _measure(
-    families: list[Any], size: Any, conditions: Conditions
-) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
-    from fusedops.bench import machine
-    from fusedops.bench.memory import run_case
-    from fusedops.bench.results import dtype_name
-    from fusedops.runtime.timer import TimingPlan, clock_for
-
-    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
-    clock, plan = clock_for(device), TimingPlan(seconds=seconds)
-    rows: list[MemoryRow] = []
-    reports: dict[str, MemoryReport] = {}
-    with steps(len(families) * len(dtypes)) as progress, options.sigterm_interrupts():
-        for family, dtype in itertools.product(families, dtypes):
-            report = options.reporter(progress, f"{family.name} {dtype_name(dtype)}")
-            measured, drawn = run_case(family, size, dtype, device, clock, plan, report)
-            rows += measured
-            reports = reports or drawn
-            progress.advance()
-    settings = {"allocator": conditions.allocator, "seconds": seconds, "device": device.type}
-    record = {"settings": settings, "rows": [asdict(row) for row in rows]}
-    return rows, reports, machine.provenance(device) | record
 
 
 def _show(rows: list[MemoryRow], record: dict[str, Any], out: Console) -> None:
@@ -94,15 +87,14 @@ def _show(rows: list[MemoryRow], record: dict[str, Any], out: Console) -> None:
         f"{here['threads']} threads, allocator {settings['allocator']})",
         title_justify="left",
     )
-    out.print(
+    notes = [
         "activations: what the forward leaves for the backward; peak: of the step above weights; "
-        "x plain: time by the plain step's, median of the rounds",
-        style="dim",
-    )
+        "x plain: time by the plain step's, median of the rounds"
+    ]
     if settings["device"] == "cpu":
-        out.print(
-            "offload on a CPU moves bytes out of torch's allocator, to the same memory", style="dim"
-        )
+        notes.append("offload on a CPU moves bytes out of torch's allocator, to the same memory")
+    for note in notes:
+        out.print(note, style="dim")
 
 
 def _cells(row: MemoryRow) -> list[str]:

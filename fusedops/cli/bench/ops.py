@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusedops.bench.compare import RecordComparison, RowChange
-    from fusedops.cli.bench.recorder import BenchRecorder, Job
+    from fusedops.bench.runner import BenchRun, BenchSettings, Job
     from fusedops.specs import BenchCase, Spec
 
 
@@ -71,15 +70,11 @@ def run(
     ] = False,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A size of your own, by the op's dimensions: rows=4096,columns=1024; repeatable."
-        ),
+        typer.Option(help="Another size, by dimensions: rows=4096,columns=1024; repeatable."),
     ] = None,
     variants: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated: compile, fusedops, fusedops:cpp, a peer... eager runs always."
-        ),
+        typer.Option(help="Comma-separated: compile, fusedops, fusedops:cpp... eager runs always."),
     ] = "",
     all_backends: Annotated[
         bool,
@@ -91,7 +86,7 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
     ] = False,
-    seconds: options.SecondsPerSize = 1.5,
+    seconds: Annotated[float, options.seconds_per("size, direction and dtype")] = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRecord = None,
@@ -102,7 +97,7 @@ def run(
         typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
     ] = None,
 ) -> None:
-    """Measure ops against eager torch, torch.compile and installed peers.
+    """Measure ops against eager torch, torch.compile and, in a checkout, other libraries.
 
     Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
     peak memory and error against float64. Variants are interleaved; results are medians without
@@ -122,15 +117,13 @@ def run(
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
         compiled = not (no_compile or quick or (only and "compile" not in only))
-        from fusedops.bench import chart, table
-        from fusedops.bench.results import save_csv, save_json, save_results
-        from fusedops.cli.bench.recorder import BenchRecorder, deliver
+        from fusedops.bench.runner import BenchRun
 
-        recorder = BenchRecorder(conditions, conditions.timing(), compiled=compiled)
-        jobs = _jobs(recorder, plan, only, all_backends=all_backends, json_file=json_file)
-        complete = recorder.run(jobs)
-        written = (json_file, save_json), (csv_file, save_csv), (svg_file, chart.save)
-        deliver(recorder.record(), table.show, *written, (results, save_results))
+        measured = BenchRun(conditions, conditions.timing(), compiled=compiled)
+        jobs = _jobs(measured, plan, json_file)
+        complete = measured.run(jobs, only=only, all_backends=all_backends)
+        outputs = json_file, csv_file, svg_file, results
+        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv")
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
@@ -180,33 +173,33 @@ def _specs(ops: list[str]) -> list[Spec]:
 
 
 def _cases(
-    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: Sequence[str] = ()
+    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: list[str]
 ) -> list[tuple[Spec, BenchCase]]:
     """Return what to measure, in order."""
     from fusedops.cli.bench.shape import case_of, example
 
     if shapes:
         return [(spec, case_of(spec, text)) for spec in specs for text in shapes]
+    every = [(spec, case) for spec in specs for case in spec.bench_cases]
     if sizes:
-        every = [(spec, case) for spec in specs for case in spec.bench_cases]
         exact = [(spec, case) for spec, case in every if case.label == sizes]
         if exact:
             return exact
+        known = dict.fromkeys(_size(case) for _, case in every)
         try:
-            requested = options.words(
-                sizes, dict.fromkeys(_size(case) for _, case in every), "sizes"
-            )
+            requested = options.words(sizes, known, "sizes")
         except files.UserError as error:
             own = ""
             if len(specs) == 1 and specs[0].bench_case:
                 own = f"; a size of your own is --shape {example(specs[0])}"
             raise files.UserError(f"{error}{own}") from None
         return [(spec, case) for spec, case in every if _size(case) in requested]
+    if all_sizes:
+        return every
     plan = []
     for spec in specs:
-        cases = [case for case in spec.bench_cases if case.headline or all_sizes]
-        cases = cases or list(spec.bench_cases[:1])
-        plan += [(spec, case) for case in (cases[:1] if quick and not all_sizes else cases)]
+        cases = [case for case in spec.bench_cases if case.headline] or spec.bench_cases[:1]
+        plan += [(spec, case) for case in (cases[:1] if quick else cases)]
     return plan
 
 
@@ -224,39 +217,31 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
     return options.words(text, known, "variants")
 
 
-def _jobs(
-    recorder: BenchRecorder,
-    plan: list[tuple[Spec, BenchCase]],
-    only: list[str],
-    *,
-    all_backends: bool,
-    json_file: Path | None,
-) -> list[Job]:
+def _jobs(run: BenchRun, plan: list[tuple[Spec, BenchCase]], json_file: Path | None) -> list[Job]:
     """Return what measures each op, size and dtype.
 
     After each the file has all rows so far: a process that runs out of memory is not asked.
     """
-    from fusedops.bench.cases import BenchSettings, CaseSettings, host_overhead, run_case
+    from fusedops.bench.cases import host_overhead, run_case
     from fusedops.bench.results import dtype_name, save_json
 
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
 
-    def measure(spec: Spec, case: BenchCase, dtype: torch.dtype, given: BenchSettings) -> None:
-        settings = CaseSettings(**vars(given), only=only, all_backends=all_backends)
+    def measure(spec: Spec, case: BenchCase, dtype: torch.dtype, settings: BenchSettings) -> None:
         if (spec.name, dtype) not in overhead:
             settings.report("host overhead")
             overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
         rows, notes = run_case(spec, case, dtype, settings, overhead[spec.name, dtype])
-        recorder.rows += rows
-        recorder.notes += notes
+        run.rows += rows
+        run.notes += notes
         if json_file is not None:
             with suppress(OSError, files.UserError):  # reported when all is written
-                save_json(json_file, recorder.record())
+                save_json(json_file, run.record())
 
     return [
         (f"{spec.name} {case.label} {dtype_name(dtype)}", partial(measure, spec, case, dtype))
         for spec, case in plan
-        for dtype in recorder.dtypes
+        for dtype in run.dtypes
     ]
 
 

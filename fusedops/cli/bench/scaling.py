@@ -24,25 +24,19 @@ if TYPE_CHECKING:
 
 def scaling(
     settings: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated names of the table's rows, without blanks; default: all."
-        ),
+        str, typer.Option(help="Comma-separated names of rows, without blanks; default: all.")
     ] = "",
-    preset: Annotated[
-        str, typer.Option(help="Preset with the architecture of the model.")
-    ] = "gpt2",
+    preset: Annotated[str, typer.Option(help="Preset with the architecture.")] = "gpt2",
     hidden: options.Hidden = 512,
     layers: options.Layers = 6,
     vocabulary: options.Vocabulary = 4096,
-    tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
+    tokens: options.Tokens = "8x256",
     seconds: Annotated[float, options.seconds_per("setting", most=3600)] = 30.0,
     json_file: options.JsonRows = None,
     device: Annotated[
         str,
         typer.Option(
-            help="Also predict each step: TOML files of fusedops bench device for processes of one "
-            "thread and of two, with a comma between."
+            help="Also predict steps: TOML files of fusedops bench device, for one thread and two."
         ),
     ] = "",
 ) -> None:
@@ -54,9 +48,7 @@ def scaling(
     with files.one_line_errors():
         files.check_environment()
         output.check_outputs(json_file)
-        sizes = tokens.split("x")
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
-            raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
+        sizes = options.sequences_and_tokens(tokens)
         from fusedops import models
         from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
         from fusedops.bench.small_models import rows_record
@@ -67,7 +59,7 @@ def scaling(
         own = [load_device(name.strip()) for name in device.split(",")] if device else []
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
-        work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
+        work = ScalingWork(preset, hidden, layers, vocabulary, *sizes)
         with activity("starting") as report, files.user_errors(RuntimeError):
             rows = measure(work, chosen, seconds, report)
         record = rows_record(rows, work=asdict(work))

@@ -26,7 +26,7 @@ PRECISIONS = {"float32": "float32", "half": "bfloat16"}
 def image(
     model: Annotated[str, typer.Option(help="unet, or package:function of a module.")] = "unet",
     shape: Annotated[
-        str, typer.Option(help="Of the input: batch, channels and extents, as 1x4x30000x30000.")
+        str, typer.Option(help="Batch, channels and extents of the input, as 1x4x30000x30000.")
     ] = "",
     devices: arguments.Devices = 8,
     device: arguments.Device = "",

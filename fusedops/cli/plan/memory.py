@@ -21,42 +21,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Layout, LayoutRanking
+    from fusedops.planner import LayoutRanking
     from fusedops.planner.search import PlannedLayout
 
 # Columns of a terminal that shows every part.
 _WIDE = 160
 
 
+@arguments.takes_search_options
 def memory(
-    model: arguments.Model = "",
-    devices: arguments.Devices = 8,
-    device: arguments.Device = "",
-    memory: arguments.DeviceMemory = "",
+    given: arguments.SearchOptions,
     micro_batch: Annotated[
         int, typer.Option(min=1, help="Sequences of a micro-batch on a data-parallel rank.")
     ] = 1,
     microbatches: Annotated[
         int, typer.Option(min=1, help="Micro-batches of a step on each data-parallel rank.")
     ] = 8,
-    seq_len: arguments.SequenceLength = 0,
-    precision: arguments.Precision = "mixed",
-    kernels: arguments.Kernels = "fused",
-    tp: arguments.TensorParallel = "",
-    pp: arguments.Pipeline = "",
-    ep: arguments.Experts = "",
     cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
-    schedule: arguments.Schedule = arguments.SCHEDULES,
-    virtual: arguments.Virtual = 0,
-    zero: arguments.Zero = "0,1,2,3",
-    recompute: arguments.Recompute = arguments.RECOMPUTE,
-    offload: arguments.Offload = arguments.OFFLOAD,
-    chunked_loss: arguments.ChunkedLoss = False,
-    expert_imbalance: arguments.ExpertImbalance = 1.0,
-    rows: Annotated[
-        int, typer.Option(min=1, help="Rows to show that fit, and closest misses.")
-    ] = 12,
-    json_file: arguments.JsonFile = "",
+    rows: Annotated[int, typer.Option(min=1, help="Rows that fit, and half as many others.")] = 12,
 ) -> None:
     """Print which layouts of a model fit on the devices, and the memory of each part.
 
@@ -64,28 +46,20 @@ def memory(
     them, are in docs/estimates.md.
     """
     with files.one_line_errors():
-        output.check_outputs(json_file)
-        sizes = arguments.model_sizes(model)
-        choices = arguments.choices(tp, pp, ep, zero, recompute, offload, schedule)
-        choices["virtual"] = virtual or None
-        base = arguments.base_layout(
-            seq_len=seq_len or None,
-            precision=precision,
-            kernels=kernels,
-            chunked_loss=chunked_loss,
-            expert_imbalance=expert_imbalance,
-            micro_batch=micro_batch,
-            microbatches=microbatches,
-            cp=cp,
-        )
-        capacity = arguments.device_memory(device, memory or ("" if device else "80GiB"))
+        output.check_outputs(given.json_file)
+        sizes, choices = given.sizes(), given.choices()
+        base = given.base(micro_batch=micro_batch, microbatches=microbatches, cp=cp)
+        default = "" if given.device else "80GiB"
+        capacity = arguments.device_memory(given.device, given.memory or default)
         from fusedops.planner import plan as search
 
-        searching = f"searching layouts of {devices} devices"
+        searching = f"searching layouts of {given.devices} devices"
         with activity(searching), files.user_errors(ValueError, TypeError):
-            result = search(sizes, devices, capacity, base, **choices)
-        show = partial(_show, model, sizes, devices, result, rows)
-        output.deliver(_record(model, sizes, devices, result), json_file, show)
+            virtual = given.virtual or None
+            result = search(sizes, given.devices, capacity, base, virtual=virtual, **choices)
+        show = partial(_show, given.model, sizes, given.devices, result, rows)
+        record = _record(given.model, sizes, given.devices, result)
+        output.deliver(record, given.json_file, show)
     if not result.fitting:
         raise typer.Exit(1)
 
@@ -126,9 +100,11 @@ def _show(
 def _cells(row: PlannedLayout, memory: int, *, narrow: bool) -> list[Any]:
     config, left = row.layout.parallel, row.left(memory)
     offload = "".join(word[0] for word in config.offload) if narrow else "+".join(config.offload)
+    # The share of a step that a pipeline loses, and its schedule.
+    bubble = f"{100 * row.layout.bubble:.0f} {config.pipeline_schedule}" if config.pp > 1 else "-"
     return [
         *(config.dp, config.tp, config.pp, config.ep, config.zero),
-        _bubble(row.layout),
+        bubble,
         row.layout.recompute.replace("none", "-"),
         offload or "-",
         _gib(row.estimate.peak),
@@ -136,13 +112,6 @@ def _cells(row: PlannedLayout, memory: int, *, narrow: bool) -> list[Any]:
         _gib(row.estimate.host) if row.estimate.host else "-",
         *(_gib(part) for part in _parts(row, narrow=narrow).values()),
     ]
-
-
-def _bubble(layout: Layout) -> str:
-    """Return the share of a step that a pipeline loses, and its schedule."""
-    if layout.parallel.pp == 1:
-        return "-"
-    return f"{100 * layout.bubble:.0f} {layout.parallel.pipeline_schedule}"
 
 
 def _parts(row: PlannedLayout, *, narrow: bool) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,76 +25,48 @@ if TYPE_CHECKING:
 _SCALES = (0.25, 0.5, 1, 2, 4)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlanRequest:
-    """What is planned: the arguments of ``fusedops.planner.fastest``, as the user gave them."""
+    """What is planned."""
 
-    name: str
+    options: arguments.SearchOptions
     model: TransformerConfig
-    devices: int
-    device: str
     global_batch: int
     memory: int
     base: Layout
     choices: dict[str, Any]
-    rows: int
 
-    def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedRanking:
-        """Return the fastest layouts, on other numbers where they are given."""
+    def plan(self, keep: int, scale: float = 1, batch_scale: float = 1) -> TimedRanking:
+        """Return the ``keep`` fastest layouts, on more or fewer devices and sequences."""
         from fusedops.planner import fastest, load_device
 
-        devices = devices or self.devices
+        devices = round(self.options.devices * scale)
+        batch = round(self.global_batch * batch_scale)
+        limits: dict[str, Any] = {"memory": self.memory, "base": self.base, "keep": keep}
+        where = load_device(self.options.device)
         searching = f"searching layouts of {devices} devices"
         with activity(searching), files.user_errors(ValueError, TypeError):
-            return fastest(
-                self.model,
-                devices,
-                load_device(self.device),
-                global_batch or self.global_batch,
-                memory=self.memory,
-                base=self.base,
-                keep=keep or self.rows,
-                **self.choices,
-            )
+            return fastest(self.model, devices, where, batch, **limits, **self.choices)
 
 
+@arguments.takes_search_options
 def step_time(
-    model: arguments.Model = "",
-    devices: arguments.Devices = 8,
-    device: arguments.Device = "",
-    memory: arguments.DeviceMemory = "",
+    given: arguments.SearchOptions,
     global_batch: Annotated[
         int, typer.Option(min=0, help="Sequences of a step; 0: 8 per device.")
     ] = 0,
     micro_batch: Annotated[
-        int,
-        typer.Option(min=0, help="Sequences of a micro-batch on a data-parallel rank; 0: any."),
+        int, typer.Option(min=0, help="Sequences of a micro-batch on a rank; 0: any.")
     ] = 0,
-    seq_len: arguments.SequenceLength = 0,
-    precision: arguments.Precision = "mixed",
-    kernels: arguments.Kernels = "fused",
-    tp: arguments.TensorParallel = "",
-    pp: arguments.Pipeline = "",
-    ep: arguments.Experts = "",
     cp: Annotated[int, typer.Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
-    schedule: arguments.Schedule = arguments.SCHEDULES,
-    virtual: arguments.Virtual = 0,
-    zero: arguments.Zero = "0,1,2,3",
-    recompute: arguments.Recompute = arguments.RECOMPUTE,
-    offload: arguments.Offload = arguments.OFFLOAD,
-    chunked_loss: arguments.ChunkedLoss = False,
-    expert_imbalance: arguments.ExpertImbalance = 1.0,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print time and bytes of the first row.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the first row.")] = False,
     diff: Annotated[str, typer.Option(help="Compare two rows of the table, as 1,2.")] = "",
     tokens: Annotated[float, typer.Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also plan fewer and more devices.")
     ] = False,
     svg_file: Annotated[str, typer.Option("--svg", help="Draw time and memory of the rows.")] = "",
-    json_file: arguments.JsonFile = "",
 ) -> None:
     """Print the fastest layouts that fit on a known device, and where their time goes.
 
@@ -103,32 +74,17 @@ def step_time(
     them, are in docs/estimates.md and docs/planning.md.
     """
     with files.one_line_errors():
-        output.check_outputs(json_file, svg_file)
-        if not device:
+        output.check_outputs(given.json_file, svg_file)
+        if not given.device:
             raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
-        sizes = arguments.model_sizes(model)
-        choices = arguments.choices(tp, pp, ep, zero, recompute, offload, schedule)
-        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", virtual)):
+        sizes, choices = given.sizes(), given.choices()
+        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", given.virtual)):
             choices[name] = (size,) if size else ()
-        request = PlanRequest(
-            name=model,
-            model=sizes,
-            devices=devices,
-            device=device,
-            global_batch=global_batch or 8 * devices,
-            memory=arguments.device_memory(device, memory),
-            base=arguments.base_layout(
-                seq_len=seq_len or None,
-                precision=precision,
-                kernels=kernels,
-                chunked_loss=chunked_loss,
-                expert_imbalance=expert_imbalance,
-            ),
-            choices={name: values for name, values in choices.items() if values},
-            rows=rows,
-        )
-        plan = request.plan()
-        picture_file = output.text_file(svg_file if plan.rows else "", partial(_picture, plan))
+        choices = {name: values for name, values in choices.items() if values}
+        memory = arguments.device_memory(given.device, given.memory)
+        batch = global_batch or 8 * given.devices
+        request = PlanRequest(given, sizes, batch, memory, given.base(), choices)
+        plan = request.plan(rows)
 
         def show(out: Console) -> None:
             _show(request, plan, out)
@@ -137,27 +93,30 @@ def step_time(
             if plan.rows and diff:
                 _diff(plan, diff, out)
             if plan.rows and tokens:
-                _budget(plan.rows[0], devices, tokens, out)
+                _budget(plan.rows[0], given.devices, tokens, out)
             if scaling:
                 _scaling(request, out)
 
-        output.deliver(_record(request, plan), json_file, show, picture_file)
+        named = map(_named, plan.rows)
+        drawn = output.text_file(svg_file if plan.rows else "", lambda: picture(plan, list(named)))
+        output.deliver(_record(request, plan), given.json_file, show, drawn)
     if not plan.rows:
         raise typer.Exit(1)
 
 
 def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
     """Print the model, the table and what was looked at."""
+    given = request.options
     out.print(
-        f"[bold]{request.name}[/]: {show_count(request.model.parameters().total)} parameters, "
+        f"[bold]{given.model}[/]: {show_count(request.model.parameters().total)} parameters, "
         f"global batch {request.global_batch} x {request.base.length(request.model)} tokens, "
-        f"{request.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
+        f"{given.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
     )
     if plan.rows:
         sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
         times = number_columns("s", "tokens/s/device", "MFU", "GiB")
         cells = (
-            (number, *_cells(row, plan.device, request.devices))
+            (number, *_cells(row, plan.device, given.devices))
             for number, row in enumerate(plan.rows, 1)
         )
         show_table(out, (*sizes, "schedule", "recompute", "offload", *times), cells)
@@ -178,10 +137,6 @@ def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
         f"{100 * _utilization(row, device):.1f} %",
         f"{row.estimate.peak / 2**30:.1f}",
     ]
-
-
-def _picture(plan: TimedRanking) -> str:
-    return picture(plan, [_named(row) for row in plan.rows])
 
 
 def _diff(plan: TimedRanking, text: str, out: Console) -> None:
@@ -303,11 +258,12 @@ def _scaling(request: PlanRequest, out: Console) -> None:
         cells: list[tuple[Any, ...]] = []
         first = 0.0
         for scale in _SCALES:
-            count = round(request.devices * scale)
-            batch = round(request.global_batch * (scale if weak else 1))
+            batch_scale = scale if weak else 1
+            count = round(request.options.devices * scale)
+            batch = round(request.global_batch * batch_scale)
             if count < 1 or batch < 1:
                 continue
-            rows = request.plan(devices=count, global_batch=batch, keep=1).rows
+            rows = request.plan(1, scale, batch_scale).rows
             if not rows:
                 cells.append((count, batch, "-", "-", "-", "nothing fits"))
                 continue
@@ -331,9 +287,9 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
     from fusedops.models.config import describe
 
     return {
-        "model": request.name,
+        "model": request.options.model,
         "sizes": describe(request.model),
-        "devices": request.devices,
+        "devices": request.options.devices,
         "device": plan.device.name,
         "memory": plan.memory,
         "global_batch": request.global_batch,
