@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,17 +44,9 @@ def run_case(
     settings: BenchSettings,
     host_us: dict[tuple[str, str], float],
 ) -> tuple[list[BenchRow], list[str]]:
-    """Measure all contenders at one size.
+    """Measure all contenders at one size; return the rows, and notes on what could not run.
 
-    Args:
-        spec: the op.
-        case: the size.
-        dtype: of the inputs.
-        settings: where and how.
-        host_us: host overhead per contender and direction, from ``host_overhead``.
-
-    Returns:
-        The rows, and notes on what could not run.
+    ``host_us`` has the host overhead per contender and direction, from ``host_overhead``.
     """
     title = f"{spec.name} {case.label} {dtype_name(dtype)}"
     try:
@@ -204,8 +196,30 @@ def variants_of(
     synced: torch.device | None = None,
 ) -> list[Variant]:
     """Return what the timer runs in one direction: of those that have no backward, the forward."""
-    there = [contender for contender in able if direction == FORWARD or contender.trains]
-    return [variant_of(contender, call, direction, synced) for contender in there]
+    variants = []
+    for contender in able:
+        if direction == FORWARD or contender.trains:
+            prepare, run = _prepared(contender, call, direction)
+            context = partial(_synced, contender, synced)
+            variants.append(Variant(contender.name, run, prepare, context))
+    return variants
+
+
+def _prepared(
+    contender: Contender, call: ContenderCall, direction: str
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what makes the input of a run, and the run."""
+    function, given = contender.function, partial(call.given_to, contender)
+    if direction == FORWARD:
+        return given, lambda mine: mine.forward(function)
+    if direction == BOTH:
+        return given, lambda mine: mine.backward(mine.forward(function))
+
+    def ran() -> tuple[ContenderCall, Any]:
+        mine = given()
+        return mine, mine.forward(function)
+
+    return ran, lambda both: both[0].backward(both[1])
 
 
 def trusted_fields(timing: Timing, variant: str) -> dict[str, Any]:
@@ -214,26 +228,6 @@ def trusted_fields(timing: Timing, variant: str) -> dict[str, Any]:
     if against and not timing.trusted(against["rival"]):
         against = {}
     return {"trusted": timing.trusted(variant) and timing.trusted(EAGER), **against}
-
-
-def variant_of(
-    contender: Contender, call: ContenderCall, direction: str, synced: torch.device | None = None
-) -> Variant:
-    """Return what the timer runs for a contender in one direction."""
-    function = contender.function
-    context, given = partial(_synced, contender, synced), partial(call.given_to, contender)
-
-    def ran() -> tuple[ContenderCall, Any]:
-        mine = given()
-        return mine, mine.forward(function)
-
-    if direction == FORWARD:
-        return Variant(contender.name, lambda mine: mine.forward(function), given, context)
-    if direction == BACKWARD:
-        return Variant(contender.name, lambda both: both[0].backward(both[1]), ran, context)
-    return Variant(
-        contender.name, lambda mine: mine.backward(mine.forward(function)), given, context
-    )
 
 
 @contextlib.contextmanager

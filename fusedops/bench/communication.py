@@ -178,18 +178,10 @@ def measure(
     seconds: float,
     report: Callable[[str], None],
 ) -> list[CommunicationRow]:
-    """Measure collectives.
-
-    Args:
-        ranks: those that communicate.
-        backends: of ``BACKENDS``.
-        names: of ``COLLECTIVES``.
-        bytes_of: sizes.
-        seconds: for each row, about.
-        report: is called with what was measured.
+    """Measure collectives, for about so many seconds a row; ``report`` is called with what was.
 
     Returns:
-        A row by backend, collective and size, in this order.
+        A row by backend of ``BACKENDS``, collective of ``COLLECTIVES`` and size, in this order.
 
     Raises:
         RuntimeError: the ranks do not have a backend.
@@ -250,19 +242,10 @@ def _seconds(case: _Case, iterations: int, device: torch.device) -> float:
 
 
 def links(ranks: Ranks, backend: str, size: int, repeats: int = 5) -> list[LinkRow]:
-    """Measure each pair of ranks, in rounds in which all communicate.
+    """Measure each pair of ranks, in rounds in which all communicate; return the slowest first.
 
     ``n - 1`` rounds of ``n`` ranks, ``n`` of an odd number: a pair of each round sends ``size``
-    bytes to each other.
-
-    Args:
-        ranks: those that communicate.
-        backend: of ``BACKENDS``.
-        size: bytes.
-        repeats: exchanges of a pair; the fastest counts.
-
-    Returns:
-        The pairs, the slowest first.
+    bytes to each other, ``repeats`` times, of which the fastest counts.
     """
     hosts = ranks.gathered(socket.gethostname())
     best: list[tuple[int, int, float]] = []

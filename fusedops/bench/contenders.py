@@ -82,17 +82,14 @@ class ContenderCall:
         leaves = tuple(sample.leaves)
         outputs = differentiable(spec.eager(*sample.args, **sample.kwargs)) if leaves else ()
         generator = torch.Generator().manual_seed(7)
-        grads = [torch.randn(output.shape, generator=generator) for output in outputs]
-        grads = [grad.bfloat16().to(out) for grad, out in zip(grads, outputs, strict=True)]
+        grads = (torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outputs)
         return ContenderCall(sample, leaves, tuple(grads))
 
     def given_to(self, contender: Contender) -> ContenderCall:
         """Return the call that ``contender`` may have: itself, or a copy to write on."""
         if not contender.overwrites:
             return self
-        return self._map(
-            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        )
+        return self._map(lambda given: given.detach().clone().requires_grad_(given.requires_grad))
 
     def forward(self, function: Callable[..., Any]) -> Any:
         """Return what ``function`` makes of the arguments."""
@@ -100,11 +97,9 @@ class ContenderCall:
 
     def backward(self, outputs: Any) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the leaves."""
-        grads = [
-            grad.to(output.dtype)
-            for grad, output in zip(self.grads, differentiable(outputs), strict=True)
-        ]
-        return torch.autograd.grad(differentiable(outputs), self.leaves, grads, allow_unused=True)
+        outputs = differentiable(outputs)
+        grads = [grad.to(output.dtype) for grad, output in zip(self.grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, self.leaves, grads, allow_unused=True)
 
     def double(self) -> ContenderCall:
         """Return the same call in float64."""
@@ -136,13 +131,9 @@ def contenders(
 ) -> tuple[list[Contender], list[str]]:
     """Return who can run ``call``, eager first, and a note for each who cannot.
 
-    Args:
-        spec: the op.
-        call: what they must be able to run.
-        compiled: include torch.compile.
-        only: names to keep with eager; empty keeps all, but of the backends only those that
-            the automatic choice stands before: not the one it takes, not the reference.
-        all_backends: keep those too.
+    ``only`` names those to keep with eager; empty, it keeps all, but of the backends those alone
+    that the automatic choice stands before: not the one it takes, not the reference.
+    ``all_backends`` keeps these too.
     """
     able: list[Contender] = []
     notes: list[str] = []
@@ -180,11 +171,7 @@ def admitted(
 ) -> Contender | None:
     """Run a contender once; return what can be timed of it, ``None`` for nothing.
 
-    Args:
-        candidate: who is to run.
-        call: what.
-        notes: get the reason for what cannot be timed.
-        backward: whether its backward is asked for.
+    ``notes`` get the reason for what cannot be timed; ``backward``: its backward is asked for.
     """
     reason = _reason_against(candidate, call, backward=False)
     if reason is not None:

@@ -7,12 +7,11 @@ meanwhile, as they are when ranks train there: clocks and memory are shared.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from fusedops.bench.calibration import calibrate
 from fusedops.bench.limits import measure_limits
 from fusedops.bench.results import dtype_name
 from fusedops.bench.small_models import SmallModel, shape_of_step, training_step
-from fusedops.bench.teams import TeamSetting, interleaved
+from fusedops.bench.teams import Team, TeamSetting, interleaved
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import Device, StepShape, load_device
 from fusedops.planner.communication import CommunicationModel
@@ -66,7 +65,6 @@ _CPU_START = {
     "accumulation": 12,  # a copy of float32 gradients is read, added to another and written
     **dict.fromkeys(("host_seconds", "layer_seconds", "microbatch_seconds"), 1e-4),
 }
-_PATIENCE = 60.0
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
 
@@ -212,31 +210,16 @@ def _measured(
 @contextmanager
 def _busy_cores(processes: int, threads: int) -> Iterator[None]:
     """Keep other cores busy with training steps while the block runs."""
-    context = multiprocessing.get_context("spawn")
-    ready = [context.Event() for _ in range(processes)]
-    started = [context.Process(target=_train_on, args=(threads, one)) for one in ready]
-    try:
-        for process in started:
-            process.daemon = True
-            process.start()
-        for event in ready:
-            event.wait(_PATIENCE)
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-
-
-def _train_on(threads: int, ready: Any) -> None:
-    """Make training steps until the process is ended."""
-    torch.set_num_threads(threads)
     # Large enough for its activations to leave the cache.
-    step = training_step(SmallModel("gpt2", 512, 4, 2048).config(256), ParallelConfig(), 8)
-    step()
-    ready.set()
-    while True:
-        step()
+    config = SmallModel("gpt2", 512, 4, 2048).config(256)
+    step = partial(training_step, config, ParallelConfig(), 8)
+    with ExitStack() as stack:
+        teams = [Team(TeamSetting("other cores", 1, threads, step)) for _ in range(processes)]
+        for team in teams:
+            stack.callback(team.close)
+        for team in teams:
+            team.keep_busy()
+        yield
 
 
 def _memory(where: torch.device, threads: int) -> int:

@@ -199,13 +199,9 @@ def _calibration(case: ModelCase, settings: BenchSettings) -> dict[str, Any]:
 
 
 def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return what of ``ours`` is further from ``truth`` than rounding explains.
+    """Return what of the patched model is further from float64 than rounding explains.
 
-    Args:
-        ours: of the patched model.
-        stock: of the same model unpatched.
-        truth: of that model in float64.
-        dtype: of the weights.
+    ``stock`` is of the same model unpatched, ``truth`` of that in float64.
     """
     problems = []
     depth = truth.logits.shape[-2] if truth.logits.dim() > 1 else 1

@@ -171,11 +171,7 @@ def save_parts(
 ) -> list[Path]:
     """Write a file for each op, or family, and dtype into ``folder/<device>``; return them.
 
-    Args:
-        folder: of all devices.
-        record: what is written.
-        name: of the files, with places for both: ``"models-{}-{}.json"``.
-        save: writes one.
+    ``name`` has places for both: ``"models-{}-{}.json"``; ``save`` writes one.
     """
     target = files.make_folder(Path(folder) / record.machine["slug"])
     written = []

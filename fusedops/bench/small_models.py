@@ -65,12 +65,8 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a training step (with clipping and AdamW); it returns the loss.
 
-    Args:
-        config: the model.
-        parallel: how it is spread over the processes of this job.
-        sequences: of a step, of all processes together.
-        device: of this process; the CPU by default.
-        dtype: of the weights.
+    ``parallel`` spreads the model over the processes of this job, which take the ``sequences``
+    of a step together; this one is on ``device``, the CPU by default, with weights in ``dtype``.
     """
     model = Transformer(config, device="meta", dtype=dtype)
     run = parallelize(model, parallel, device=device, seed=_SEED)
@@ -92,10 +88,7 @@ def training_step(
 
 
 def shape_of_step(
-    config: TransformerConfig,
-    parallel: ParallelConfig,
-    sequences: int,
-    precision: str = "float32",
+    config: TransformerConfig, parallel: ParallelConfig, sequences: int, precision: str = "float32"
 ) -> StepShape:
     """Return what the planner knows of a step of ``training_step``.
 

@@ -28,10 +28,7 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
     height = _TOP + _STEP * len(lines) + 10
     longest = max(1.0, *(max(line.ours or 0.0, line.compiled or 0.0) for line in lines))
     scale = (_WIDTH - left - _RIGHT) / longest
-    parts = [
-        *legend(left, 29, "fusedops", _OURS),
-        *legend(left + 95, 29, "torch.compile", _OTHERS),
-    ]
+    parts = [*legend(left, 29, "fusedops", _OURS), *legend(left + 95, 29, "torch.compile", _OTHERS)]
     for index, bar in enumerate(lines):
         y = _TOP + _STEP * index
         end = (bar.ours or 0.0) * scale
@@ -59,14 +56,7 @@ _PLOT_HEIGHT, _PLOT_LEFT, _LEGEND_STEP = 360, 70, 16
 def lines(
     title: str, x_name: str, y_name: str, series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
-    """Return the SVG of one line per series, both axes logarithmic.
-
-    Args:
-        title: of the picture.
-        x_name: what the horizontal axis shows.
-        y_name: what the vertical axis shows.
-        series: positive ``(x, y)`` by name, at least one.
-    """
+    """Return the SVG of one line per series of positive ``(x, y)``, both axes logarithmic."""
     columns = list(zip(*(point for values in series.values() for point in values), strict=True))
     lows = [math.log(min(column)) for column in columns]
     spans = [
@@ -117,9 +107,7 @@ def _powers(base: int, low: float, span: float) -> list[float]:
 def rectangles(title: str, boxes: Sequence[tuple[int, int, int, int]]) -> str:
     """Return a picture of buffers in a block: time to the right, offsets upwards.
 
-    Args:
-        title: what stands above it.
-        boxes: begin and end in time, and first and last offset, of each buffer.
+    ``boxes`` have begin and end in time, and first and last offset, of each buffer.
     """
     left, top, width, height = 20, 40, 720, 400
     begin = min((box[0] for box in boxes), default=0)

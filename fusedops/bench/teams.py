@@ -62,7 +62,7 @@ def interleaved(
         for setting in settings:
             report(f"starting {setting.name}")
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            team = _Team(setting, Path(folder) / "store")
+            team = Team(setting, Path(folder) / "store")
             stack.callback(team.close)
             teams.append(team)
         losses, steps = [], []
@@ -83,10 +83,11 @@ def interleaved(
     return list(zip(times, losses, strict=True))
 
 
-class _Team:
+class Team:
     """The processes of a setting, waiting for the number of steps to make."""
 
-    def __init__(self, setting: TeamSetting, store: Path) -> None:
+    def __init__(self, setting: TeamSetting, store: Path = Path()) -> None:
+        """Start them; ``store`` is the file by which several of them meet."""
         context = multiprocessing.get_context("spawn")
         self.name = setting.name
         self._links: list[Connection] = []
@@ -108,6 +109,13 @@ class _Team:
         answers = [self._answer(link) for link in self._links]
         self._signal("SIGSTOP")
         return max(answer[0] for answer in answers) / steps, answers[0][1]
+
+    def keep_busy(self) -> None:
+        """Make steps until the processes are ended."""
+        self.run(1)
+        self._signal("SIGCONT")
+        for link in self._links:
+            link.send(sys.maxsize)
 
     def _answer(self, link: Connection) -> tuple[float, float]:
         if not link.poll(_PATIENCE):

@@ -11,10 +11,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from fusedops._core import env
-from fusedops.cli.errors import print_message, report_errors_once
+from fusedops.cli.errors import print_message, report_errors_once, start_processes
 from fusedops.terminal import files
 from fusedops.terminal.progress import activity
 
@@ -29,36 +28,27 @@ _DEVICES = ("auto", "cpu", "cuda")
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a run, or of a Hugging Face model.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Most new tokens; default: 100, or what the positions allow.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the least set this probable.")] = 1.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: earlier tokens become less probable.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    samples: Annotated[int, typer.Option(help="Number of texts per prompt.")] = 1,
-    beams: Annotated[int, typer.Option(help="Beam search with this many beams.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Above 0: longer beams score more.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends generation; repeatable.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, or a tokenizer.json; default: the checkpoint's.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Step of a run; default: the last.")] = None,
+    checkpoint: Annotated[str, Argument(help="Folder of a run, or of a Hugging Face model.")],
+    prompt: Annotated[list[str] | None, Option(help="Text to continue; repeatable.")] = None,
+    tokens: Annotated[int | None, Option(help="Most new tokens; default: 100.")] = None,
+    temperature: Annotated[float, Option(help="0: always the most probable token.")] = 0.0,
+    top_k: Annotated[int, Option(help="Sample from this many tokens; 0: all.")] = 0,
+    top_p: Annotated[float, Option(help="Sample from the least set this probable.")] = 1.0,
+    repetition_penalty: Annotated[float, Option(help="Above 1: fewer repetitions.")] = 1.0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    samples: Annotated[int, Option(help="Number of texts per prompt.")] = 1,
+    beams: Annotated[int, Option(help="Beam search with this many beams.")] = 1,
+    length_penalty: Annotated[float, Option(help="Above 0: longer beams score more.")] = 1.0,
+    stop: Annotated[list[str] | None, Option(help="Text that ends generation; repeatable.")] = None,
+    tokenizer: Annotated[str | None, Option(help="bytes, or a tokenizer.json.")] = None,
+    step: Annotated[int | None, Option(help="Step of a run; default: the last.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(_DTYPES)}; default: the saved dtype.")
+        str | None, Option(help=f"{', '.join(_DTYPES)}; default: the saved dtype.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    processes: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    processes: Annotated[int, Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Layout, such as parallel.tp=2; default: all in tp."),
+        list[str] | None, Option("--set", help="Layout: parallel.tp=2; default: all in tp.")
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model; text is printed while it is generated.
@@ -84,7 +74,7 @@ def generate(
                 "--stop does not work with --beams, which only tokens end: leave one of them out"
             )
         if processes > 1:
-            _launch(processes)
+            start_processes(processes)
         from fusedops.generation import Options
         from fusedops.generation.load import load
         from fusedops.launch.processes import initialize_distributed
@@ -110,16 +100,6 @@ def generate(
                 }
                 loaded = load(checkpoint, ranks, step=step, **chosen)
             _continue(loaded, ranks, prompts, stops, options, exact=tokens is not None)
-
-
-def _launch(processes: int) -> None:
-    """Start the processes and leave with their exit code, unless a launcher has started them."""
-    from fusedops.launch.job import join_job
-    from fusedops.train import launch
-
-    join_job()
-    if env.launched() is None:
-        raise SystemExit(launch(processes, sys.argv[1:]))
 
 
 def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:
@@ -155,13 +135,7 @@ def _continue(
 ) -> None:
     """Continue prompts and print the texts on the first rank; a single one is written as it comes.
 
-    Args:
-        loaded: the model.
-        ranks: those that compute.
-        texts: the prompts.
-        stops: texts that end a sequence.
-        options: of the generation.
-        exact: whether the number of tokens was given; else it is no larger than there is room for.
+    ``exact`` says that the number of tokens was given; else it is no larger than there is room for.
     """
     from fusedops.generation import generate, stream
     from fusedops.generation.sequences import check

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 # A file, if it was asked for, and what writes it.
 Writer = tuple[str | Path | None, Callable[[Any], object]]
+
+
+@contextmanager
+def checked(*paths: str | Path | None, results: Path | None = None) -> Iterator[None]:
+    """Check environment and outputs, then run the block; a ``UserError`` ends it with a line."""
+    with files.one_line_errors():
+        files.check_environment()
+        check_outputs(*paths, results=results)
+        yield
 
 
 def check_outputs(*paths: str | Path | None, results: Path | None = None) -> None:
@@ -59,11 +69,7 @@ def deliver(
 ) -> None:
     """Show a result and write its files: a full disk must not cost what is shown.
 
-    Args:
-        record: what JSON gets.
-        path: of the JSON; ``"-"``: print it, and nothing else.
-        show: prints the result.
-        *others: further files.
+    JSON gets the record; a path of ``"-"`` prints it, and nothing else.
     """
     if path == "-":
         print(json.dumps(record, indent=1))
@@ -84,13 +90,8 @@ def deliver_record(
 ) -> None:
     """Show a record of ``fusedops bench`` and write its files.
 
-    Args:
-        record: what was measured.
-        json_file: gets the record.
-        csv_file: gets the rows.
-        svg_file: gets the picture.
-        results: gets a folder of the device, with a file for each op, or family, and dtype.
-        name: of these, as ``save_parts`` takes it.
+    ``results`` gets a folder of the device, with a file for each op, or family, and dtype; their
+    ``name`` is as ``save_parts`` takes it.
     """
     from fusedops.bench import report
     from fusedops.bench.results import save_csv, save_json, save_parts

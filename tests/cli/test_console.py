@@ -20,10 +20,10 @@ from fusedops.bench import report
 from fusedops.bench.cases import lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
 from fusedops.bench.runner import BenchSettings
-from fusedops.cli.plan import memory as plan_command
+from fusedops.cli.plan import layouts as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan
-from fusedops.terminal.console import console, print_table
+from fusedops.terminal.console import console, number_columns, print_table, show_table
 
 
 def terminal(width: int) -> Console:
@@ -53,7 +53,7 @@ def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) ->
     few: dict[str, Any] = {"recompute": ("none",), "offload": ((),)}
     found = plan(model, 16, 80 << 30, Layout.of(microbatches=8), **few)
     out = terminal(width)
-    plan_command._show("mixtral", model, 16, found, 2, out)
+    plan_command._show_memory("mixtral", model, 16, found, 2, out)
     text = printed(out)
     assert "…" not in text
     lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]
@@ -75,6 +75,14 @@ def test_words_are_wrapped_and_numbers_are_not() -> None:
     assert "1234567.89" in text and all(len(line) <= 30 for line in text.splitlines())
     assert all(word in text for word in ("some", "words", "to", "wrap"))
     assert out.width == 30
+
+
+def test_columns_of_two_tables_have_the_cells_of_each() -> None:
+    out, columns = terminal(80), ("what", *number_columns("value"))
+    for what, value in (("first", 11), ("second", 22)):
+        show_table(out, columns, [(what, value)])
+    lines = [line for line in printed(out).splitlines() if line.startswith("│")]
+    assert [line.split("│")[2].strip() for line in lines] == ["11", "22"]
 
 
 FIGURES: dict[str, Any] = {"speedup": 6458.7, "speedup_q1": 6458.7, "speedup_q3": 6458.7}
@@ -118,7 +126,7 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         ours = timed_row(
             timing, "fusedops", work, settings, None, op="gelu", case="4x8", dtype="float32",
             direction="forward", backend="cpp", host_us=None, peak_bytes=0,
-            **trusted_fields(timing, "fusedops"),
+            **trusted_fields(timing, "fusedops")
         )  # fmt: skip
         assert ours.trusted and ours.speedup == 4.0
         assert ours.lead == (None if disturbed else 2.0)

@@ -330,11 +330,11 @@ def test_the_picture_has_a_bar_for_each_row_and_the_pipeline(
 
 
 def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fusedops.cli.train import example
+    from fusedops.cli.train import write_example
     from fusedops.train.config import load_config
 
     config, file = tmp_path / "train.toml", tmp_path / "plan.json"
-    config.write_text(example(str(config)))
+    write_example(config)
     run(capsys, "--global-batch", "64", "--rows", "30", "--json", str(file))
     record = json.loads(file.read_text())
     assert len(record["layouts"]) == 30

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.bench import options
+from fusedops.cli.errors import start_processes
 from fusedops.terminal import files
 from fusedops.terminal.console import console, number_columns, show_table
 from fusedops.terminal.progress import activity, steps
@@ -32,39 +32,35 @@ _PREDICTED = ("predicted_us", "why")
 
 
 def communication(
-    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
-    collectives: Annotated[str, typer.Option(help="Comma-separated names; default: all.")] = "",
-    backends: Annotated[str, typer.Option(help="gloo, shared_memory, nccl; default: all.")] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    least: Annotated[str, typer.Option(help="Smallest size.")] = "1KiB",
-    most: Annotated[str, typer.Option(help="Largest size.")] = "64MiB",
+    ranks: Annotated[int, Option(min=2, help="Processes on this machine.")] = 2,
+    collectives: Annotated[str, Option(help="Comma-separated names; default: all.")] = "",
+    backends: Annotated[str, Option(help="gloo, shared_memory, nccl; default: all.")] = "",
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    least: Annotated[str, Option(help="Smallest size.")] = "1KiB",
+    most: Annotated[str, Option(help="Largest size.")] = "64MiB",
     seconds: Annotated[float, options.seconds_per("row", most=60)] = 0.25,
-    links: Annotated[bool, typer.Option("--links", help="Also measure pairs of ranks.")] = False,
+    links: Annotated[bool, Option("--links", help="Also measure pairs of ranks.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write rows and curves, which the planner reads.")
+        Path | None, Option("--json", help="Write rows and curves, which the planner reads.")
     ] = None,
-    svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw bus bandwidths.")] = None,
-    fit: Annotated[Path | None, typer.Option(help="Fit times of a CSV file instead.")] = None,
-    predict: Annotated[Path | None, typer.Option(help="With --fit: a CSV file of sizes.")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --predict: the file to write.")] = None,
+    svg_file: Annotated[Path | None, Option("--svg", help="Draw bus bandwidths.")] = None,
+    fit: Annotated[Path | None, Option(help="Fit times of a CSV file instead.")] = None,
+    predict: Annotated[Path | None, Option(help="With --fit: a CSV file of sizes.")] = None,
+    out: Annotated[Path | None, Option(help="With --predict: the file to write.")] = None,
 ) -> None:
     """Measure every collective of the stack by size, and fit latency and bandwidth.
 
     Sizes and bandwidths follow the conventions of nccl-tests. On several machines, start it on each
     with torchrun. docs/communication.md.
     """
-    with files.one_line_errors():
-        files.check_environment()
-        output.check_outputs(json_file, svg_file, out)
+    with output.checked(json_file, svg_file, out):
         if fit is not None:
             _fit(fit, predict, out)
             return
         if predict is not None or out is not None:
             raise files.UserError("--predict and --out need --fit FILE.csv")
-        from fusedops._core import env
         from fusedops.bench import communication as bench
-        from fusedops.launch.job import join_job
-        from fusedops.launch.processes import initialize_distributed, launch
+        from fusedops.launch.processes import initialize_distributed
 
         names = list(bench.COLLECTIVES)
         if collectives:
@@ -76,9 +72,7 @@ def communication(
             raise files.UserError(
                 f"no power of two lies from --least {least} to --most {most}: make --most larger"
             )
-        join_job()
-        if env.launched() is None:
-            raise SystemExit(launch(ranks, sys.argv[1:]))
+        start_processes(ranks)
         with files.user_errors(RuntimeError), initialize_distributed(device) as here:
             first, chosen = here.rank == 0, chosen or bench.usual_backends(here)
             with steps(len(chosen) * len(names)) if first else nullcontext() as progress:
@@ -150,18 +144,12 @@ def _deliver(
 def _show_rows(pairs: list[tuple[CommunicationRow, float]], out: Console) -> None:
     first = pairs[0][0]
     names = ("bytes", "min us", "avg us", "max us", "algbw GB/s", "busbw GB/s", "fit", "wrong")
-    cells = (
-        (
-            row.collective,
-            row.backend,
-            show_bytes(row.bytes),
-            *(f"{value:.1f}" for value in (row.min_us, row.avg_us, row.max_us)),
-            *(f"{value / 1e9:.2f}" for value in (row.algbw, row.busbw)),
-            f"{100 * residual:+.0f} %",
-            row.wrong,
-        )
-        for row, residual in pairs
-    )
+    cells = []
+    for row, residual in pairs:
+        times = (f"{value:.1f}" for value in (row.min_us, row.avg_us, row.max_us))
+        rates = (f"{value / 1e9:.2f}" for value in (row.algbw, row.busbw))
+        figures = show_bytes(row.bytes), *times, *rates, f"{100 * residual:+.0f} %", row.wrong
+        cells.append((row.collective, row.backend, *figures))
     nodes = f"{first.nodes} {'node' if first.nodes == 1 else 'nodes'}"
     title = f"{first.ranks} ranks on {nodes}, float32"
     show_table(out, ("collective", "backend", *number_columns(*names)), cells, title=title)
@@ -258,14 +246,10 @@ def _positive(row: Mapping[str, str], name: str, path: Path) -> float:
 def _show_curves(model: CommunicationModel, key: Sequence[str], out: Console) -> None:
     """Print the curves; ``key`` names what their keys hold."""
     figures = number_columns("latency us", "regimes from bytes", "GB/s of each")
-    cells = (
-        (
-            *values,
-            f"{1e6 * curve.latency:.1f}",
-            " ".join(show_bytes(knee) for knee in (0, *curve.knees)),
-            " ".join(f"{1e-9 / slope:.2f}" if slope else "-" for slope in curve.slopes),
-        )
-        for values, curve in model.curves.items()
-    )
+    cells = []
+    for values, curve in model.curves.items():
+        knees = " ".join(show_bytes(knee) for knee in (0, *curve.knees))
+        rates = " ".join(f"{1e-9 / slope:.2f}" if slope else "-" for slope in curve.slopes)
+        cells.append((*values, f"{1e6 * curve.latency:.1f}", knees, rates))
     title = "time = latency + bytes / bandwidth, by regime"
     show_table(out, (*key, *figures), cells, title=title)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.bench import options
@@ -38,38 +39,38 @@ class Command(typer.core.TyperCommand):
 
 def models(
     family: Annotated[
-        str, typer.Option(help="Comma-separated: gpt2, bert, llama...; all; default: seven.")
+        str, Option(help="Comma-separated: gpt2, bert, llama...; all; default: seven.")
     ] = "",
-    mode: Annotated[str, typer.Option(help="Comma-separated modes.")] = "training,forward,decoding",
+    mode: Annotated[str, Option(help="Comma-separated modes.")] = "training,forward,decoding",
     dtype: options.Dtypes = "float32,bfloat16,float16",
     device: options.Device = "cpu",
     hidden: options.SmallHidden = 512,
     layers: options.Layers = 4,
     tokens: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Sequences x tokens; decoding reads them as its prompt. Default: 4x256, float16 "
             "on a CPU trains 1x64."
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Tokens that decoding generates.")] = 32,
+    steps: Annotated[int, Option(min=1, help="Tokens that decoding generates.")] = 32,
     compiled: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--compile/--no-compile",
             help="torch.compile of the stock model too; default: not on a CPU: it takes minutes.",
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Patch with calibrate=True, example=batch.")
+        bool, Option("--calibrate", help="Patch with calibrate=True, example=batch.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Few samples, no memory.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few samples, no memory.")] = False,
     seconds: Annotated[float, options.seconds_per("model, mode and dtype")] = 8.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     fail_if_slower: Annotated[
         float | None,
-        typer.Option(
+        Option(
             _JUDGE,
             metavar="[RATIO]",
             min=0.0,
@@ -81,7 +82,7 @@ def models(
     csv_file: options.CsvRows = None,
     svg_file: options.SvgFile = None,
     results: Annotated[
-        Path | None, typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json.")
+        Path | None, Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json.")
     ] = None,
 ) -> None:
     """Measure whole models, interleaved in one process: stock, torch.compile of it, and patched.
@@ -89,9 +90,7 @@ def models(
     Values are compared first, with float64: a wrong row of ours is named without a time, and the
     command exits with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
     """
-    with files.one_line_errors():
-        files.check_environment()
-        output.check_outputs(json_file, csv_file, svg_file, results=results)
+    with output.checked(json_file, csv_file, svg_file, results=results):
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         size = options.model_size(hidden, layers, tokens, min(steps, 8) if quick else steps)
         plan = _plan(family, mode, size)

@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from fusedops.cli import output
-from fusedops.cli.bench import (
-    arena,
-    communication,
-    device,
-    generation,
-    memory,
-    models,
-    options,
-    scaling,
-)
+from fusedops.cli.bench import communication, memory, models, options, small_models
 from fusedops.cli.default_group import DefaultGroup
 from fusedops.terminal import files
 
@@ -37,17 +29,15 @@ class _Group(DefaultGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
-    add_completion=False,
-    help="Measure ops and whole models, compare two measurements.",
+    cls=_Group, add_completion=False, help="Measure ops and whole models, compare two measurements."
 )
 app.command(cls=models.Command)(models.models)
 app.command()(memory.memory)
-app.command()(arena.arena)
+app.command()(memory.arena)
 app.command()(communication.communication)
-app.command()(device.device)
-app.command()(scaling.scaling)
-app.command()(generation.generate)
+app.command()(small_models.device)
+app.command()(small_models.scaling)
+app.command()(small_models.generate)
 
 
 @app.command(
@@ -56,35 +46,30 @@ app.command()(generation.generate)
 )
 def run(
     ops: Annotated[
-        list[str] | None,
-        typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
+        list[str] | None, Argument(help="Ops, moe_layer, or moe for all of both; none: every op.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
+    every: Annotated[bool, Option("--all", help="All ops.")] = False,
     dtype: options.Dtypes = "float32,bfloat16",
     device: options.Device = "cpu",
     sizes: Annotated[
-        str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
+        str, Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
     ] = "",
-    all_sizes: Annotated[
-        bool, typer.Option("--all-sizes", help="Every size of the specs.")
-    ] = False,
+    all_sizes: Annotated[bool, Option("--all-sizes", help="Every size of the specs.")] = False,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Another size, by dimensions: rows=4096,columns=1024; repeatable."),
+        Option(help="Another size, by dimensions: rows=4096,columns=1024; repeatable."),
     ] = None,
     variants: Annotated[
-        str,
-        typer.Option(help="Comma-separated: compile, fusedops, fusedops:cpp... eager runs always."),
+        str, Option(help="Comma-separated: compile, fusedops, fusedops:cpp... eager runs always.")
     ] = "",
     all_backends: Annotated[
-        bool,
-        typer.Option("--all-backends", help="Also the reference, and the chosen backend by name."),
+        bool, Option("--all-backends", help="Also the reference, and the chosen backend by name.")
     ] = False,
     no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
+        bool, Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
+        bool, Option("--quick", help="Few samples, no torch.compile: a first look.")
     ] = False,
     seconds: Annotated[float, options.seconds_per("size, direction and dtype")] = 1.5,
     threads: options.Threads = 0,
@@ -94,7 +79,7 @@ def run(
     svg_file: options.SvgFile = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
+        Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
     ] = None,
 ) -> None:
     """Measure ops against eager torch, torch.compile and, in a checkout, other libraries.
@@ -103,11 +88,9 @@ def run(
     peak memory and error against float64. Variants are interleaved; results are medians without
     disturbed samples: bench/README.md has the protocol.
     """
-    with files.one_line_errors():
-        files.check_environment()
+    with output.checked(json_file, csv_file, svg_file, results=results):
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        output.check_outputs(json_file, csv_file, svg_file, results=results)
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
@@ -130,16 +113,11 @@ def run(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="The record to compare with.")],
-    after: Annotated[Path, typer.Argument(help="The record that is judged.")],
-    fail_if_slower: Annotated[
-        str, typer.Option(help="Allowed slowdown of a row, such as 5%.")
-    ] = "5%",
+    before: Annotated[Path, Argument(help="The record to compare with.")],
+    after: Annotated[Path, Argument(help="The record that is judged.")],
+    fail_if_slower: Annotated[str, Option(help="Allowed slowdown of a row, such as 5%.")] = "5%",
     allow_different: Annotated[
-        bool,
-        typer.Option(
-            "--allow-different", help="Compare even if machine, settings or dtype differ."
-        ),
+        bool, Option("--allow-different", help="Compare even if machine, settings or dtype differ.")
     ] = False,
 ) -> None:
     """List the rows of fusedops that became slower beyond their spread; exit with 1 if any did."""
@@ -147,8 +125,7 @@ def compare(
     from fusedops.bench.compare import parse_share
     from fusedops.bench.results import load_json
 
-    with files.one_line_errors():
-        files.check_environment()
+    with output.checked():
         allowed = parse_share(fail_if_slower)
         verdict = judge(
             load_json(before), load_json(after), allowed=allowed, allow_different=allow_different

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops._core import spelling
 from fusedops.terminal import files
@@ -30,23 +31,23 @@ def finite(seconds: float) -> float:
 
 def seconds_per(what: str, most: float = 600) -> Any:
     """Return an option for how long something is measured."""
-    return typer.Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
+    return Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
 
 
 # Options that several commands have.
-Dtypes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")]
-Allocator = Annotated[str, typer.Option(help="C allocator settings: tuned or system.")]
-Hidden = Annotated[int, typer.Option(min=64, help="Width; heads have 64.")]
-SmallHidden = Annotated[int, typer.Option(min=16, help="Width; heads have 64.")]
-Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
-Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
-Tokens = Annotated[str, typer.Option(help="Sequences x tokens.")]
-JsonRecord = Annotated[Path | None, typer.Option("--json", help="Write the record.")]
-JsonRows = Annotated[Path | None, typer.Option("--json", help="Write the rows.")]
-SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")]
-CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows.")]
+Dtypes = Annotated[str, Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
+Device = Annotated[str, Option(help="cpu or cuda.")]
+Threads = Annotated[int, Option(min=0, help="CPU threads; 0: one per physical core.")]
+Allocator = Annotated[str, Option(help="C allocator settings: tuned or system.")]
+Hidden = Annotated[int, Option(min=64, help="Width; heads have 64.")]
+SmallHidden = Annotated[int, Option(min=16, help="Width; heads have 64.")]
+Layers = Annotated[int, Option(min=1, help="Number of layers.")]
+Vocabulary = Annotated[int, Option(min=2, help="Size of the vocabulary.")]
+Tokens = Annotated[str, Option(help="Sequences x tokens.")]
+JsonRecord = Annotated[Path | None, Option("--json", help="Write the record.")]
+JsonRows = Annotated[Path | None, Option("--json", help="Write the rows.")]
+SvgFile = Annotated[Path | None, Option("--svg", help="Draw the rows.")]
+CsvRows = Annotated[Path | None, Option("--csv", help="Write the rows.")]
 
 
 def conditions(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from fusedops.cli.bench import options
 from fusedops.terminal import files
@@ -21,57 +21,46 @@ if TYPE_CHECKING:
 
 _MOST_DEVICES = 1 << 16
 
-Devices = Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")]
-Device = Annotated[str, typer.Option(help="A known device (h100, a100-80), or a TOML file of one.")]
+Devices = Annotated[int, Option(min=1, max=_MOST_DEVICES, help="Number of devices.")]
+Device = Annotated[str, Option(help="A known device (h100, a100-80), or a TOML file of one.")]
 DeviceMemory = Annotated[
-    str, typer.Option(help="Memory of each device: 32GiB, 80GB; default: what --device has.")
+    str, Option(help="Memory of each device: 32GiB, 80GB; default: what --device has.")
 ]
-JsonFile = Annotated[
-    str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
-]
+JsonFile = Annotated[str, Option("--json", help="Write all rows to a file; -: print them instead.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """What both searches for layouts take from the command line."""
 
-    model: Annotated[
-        str, typer.Option(help="A published model (see fusedops plan models), or a config.json.")
-    ] = ""
+    model: Annotated[str, Option(help="A name (fusedops plan models), or a config.json.")] = ""
     devices: Devices = 8
     device: Device = ""
     memory: DeviceMemory = ""
-    seq_len: Annotated[
-        int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
-    ] = 0
+    seq_len: Annotated[int, Option(min=0, help="Tokens of a sequence; 0: the model's longest.")] = 0
     precision: Annotated[
-        str,
-        typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/estimates.md."),
+        str, Option(help="float32, autocast, mixed, half-gradients, half: docs/estimates.md.")
     ] = "mixed"
     kernels: Annotated[
-        str, typer.Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
+        str, Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
     ] = "fused"
-    tp: Annotated[str, typer.Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = ""
-    pp: Annotated[str, typer.Option(help="The same; default: divisors of the layers.")] = ""
-    ep: Annotated[str, typer.Option(help="The same; default: divisors of the experts.")] = ""
+    tp: Annotated[str, Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = ""
+    pp: Annotated[str, Option(help="The same; default: divisors of the layers.")] = ""
+    ep: Annotated[str, Option(help="The same; default: divisors of the experts.")] = ""
     schedule: Annotated[
-        str, typer.Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
+        str, Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
     ] = "1f1b,interleaved,zero_bubble,zbv"
-    virtual: Annotated[
-        int, typer.Option(min=0, help="Stages of a pipeline rank; 0: the schedule's default.")
-    ] = 0
-    zero: Annotated[str, typer.Option(help="Comma-separated ZeRO stages to try.")] = "0,1,2,3"
+    virtual: Annotated[int, Option(min=0, help="Stages of a pipeline rank; 0: usual.")] = 0
+    zero: Annotated[str, Option(help="Comma-separated ZeRO stages to try.")] = "0,1,2,3"
     recompute: Annotated[
-        str, typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation.")
+        str, Option(help="Comma-separated: none, selective, full; or scores+norm+activation.")
     ] = "none,selective,full"
-    offload: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "none,optimizer,optimizer+activations"
-    )
-    chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits in chunks.")
-    ] = False
+    offload: Annotated[
+        str, Option(help="Comma-separated: none, optimizer, optimizer+activations.")
+    ] = "none,optimizer,optimizer+activations"
+    chunked_loss: Annotated[bool, Option("--chunked-loss", help="Logits in chunks.")] = False
     expert_imbalance: Annotated[
-        float, typer.Option(min=1, help="Rows of the busiest expert-parallel rank, by their mean.")
+        float, Option(min=1, help="Rows of the busiest expert rank by their mean.")
     ] = 1.0
     json_file: JsonFile = ""
 

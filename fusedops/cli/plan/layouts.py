@@ -1,11 +1,16 @@
-"""``fusedops plan time``: the fastest layouts that fit, where their time goes, and curves."""
+"""``fusedops plan`` and ``fusedops plan time``: layouts that fit, and the fastest of them.
+
+The estimates are those of ``fusedops.planner``; here are the command lines, tables and JSON.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.plan import arguments
@@ -19,10 +24,140 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Device, Layout, TimedLayout, TimedRanking
+    from fusedops.planner import Device, Layout, LayoutRanking, TimedLayout, TimedRanking
+    from fusedops.planner.search import PlannedLayout
 
+# Columns of a terminal that shows every part of the memory.
+_WIDE = 160
 # Numbers of devices of a scaling curve, as factors.
 _SCALES = (0.25, 0.5, 1, 2, 4)
+
+
+@arguments.takes_search_options
+def memory(
+    given: arguments.SearchOptions,
+    micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch on a rank.")] = 1,
+    microbatches: Annotated[int, Option(min=1, help="Micro-batches of a step on a rank.")] = 8,
+    cp: Annotated[int, Option(min=1, help="Context-parallel ranks.")] = 1,
+    rows: Annotated[int, Option(min=1, help="Rows that fit, and half as many others.")] = 12,
+) -> None:
+    """Print which layouts of a model fit on the devices, and the memory of each part.
+
+    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
+    them, are in docs/estimates.md.
+    """
+    with files.one_line_errors():
+        output.check_outputs(given.json_file)
+        sizes, choices = given.sizes(), given.choices()
+        base = given.base(micro_batch=micro_batch, microbatches=microbatches, cp=cp)
+        default = "" if given.device else "80GiB"
+        capacity = arguments.device_memory(given.device, given.memory or default)
+        from fusedops.planner import plan as search
+
+        searching = f"searching layouts of {given.devices} devices"
+        with activity(searching), files.user_errors(ValueError, TypeError):
+            virtual = given.virtual or None
+            result = search(sizes, given.devices, capacity, base, virtual=virtual, **choices)
+        show = partial(_show_memory, given.model, sizes, given.devices, result, rows)
+        record = _memory_record(given.model, sizes, given.devices, result)
+        output.deliver(record, given.json_file, show)
+    if not result.fitting:
+        raise typer.Exit(1)
+
+
+def _show_memory(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Console
+) -> None:
+    """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
+    from fusedops.planner.search import CRITERION
+
+    fits, first = plan.fitting, plan.rows[0].layout
+    training = first.training
+    out.print(
+        f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
+        f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
+        f"micro-batches, {training.precision}, {training.kernels} kernels, "
+        f"{devices} x {show_bytes(plan.memory)}"
+    )
+    shown = [*plan.rows[: min(fits, rows)], *plan.rows[fits : fits + rows // 2 + 1]]
+    narrow = out.width < _WIDE
+    columns = (
+        *number_columns("dp", "tp", "pp", "ep", "zero"),
+        *("bubble", "recompute", "offload"),
+        *number_columns("peak", "left", "host", *_parts(shown[0], narrow=narrow)),
+    )
+    cells = (_memory_cells(row, plan.memory, narrow=narrow) for row in shown)
+    show_table(out, columns, cells, padding=(0, 0) if narrow else (0, 1))
+    out.print(
+        f"{fits} of {len(plan.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
+        f"sorted: {CRITERION}",
+        style="dim",
+    )
+    for note in plan.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    out.print(plan.advice, style="green" if fits else "yellow")
+
+
+def _memory_cells(row: PlannedLayout, memory: int, *, narrow: bool) -> list[Any]:
+    config, left = row.layout.parallel, row.left(memory)
+    offload = "".join(word[0] for word in config.offload) if narrow else "+".join(config.offload)
+    # The share of a step that a pipeline loses, and its schedule.
+    bubble = f"{100 * row.layout.bubble:.0f} {config.pipeline_schedule}" if config.pp > 1 else "-"
+    return [
+        *(config.dp, config.tp, config.pp, config.ep, config.zero),
+        bubble,
+        row.layout.recompute.replace("none", "-"),
+        offload or "-",
+        _gib(row.estimate.peak),
+        f"[{'green' if left >= 0 else 'red'}]{_gib(left)}[/]",
+        _gib(row.estimate.host) if row.estimate.host else "-",
+        *(_gib(part) for part in _parts(row, narrow=narrow).values()),
+    ]
+
+
+def _parts(row: PlannedLayout, *, narrow: bool) -> dict[str, int]:
+    """Return the parts of the peak; in a narrow terminal, what is static and the rest."""
+    parts = row.estimate.parts
+    if not narrow:
+        return parts
+    static = sum(parts[name] for name in ("weights", "gradients", "states"))
+    return {"static": static, "rest": row.estimate.peak - static}
+
+
+def _gib(size: int) -> str:
+    value = size / 2**30
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _memory_record(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
+) -> dict[str, Any]:
+    """Return everything as JSON has it; bytes are whole numbers."""
+    from fusedops.models.config import describe
+
+    return {
+        "model": name,
+        "sizes": describe(model),
+        "parameters": model.parameters().total,
+        "devices": devices,
+        "memory": plan.memory,
+        "advice": plan.advice,
+        "notes": plan.notes,
+        "fitting": plan.fitting,
+        "layouts": [
+            {
+                "fits": row.left(plan.memory) >= 0,
+                "layout": row.layout.options(),
+                "bubble": row.layout.bubble,
+                "bytes": row.estimate.parts,
+                "peak": row.estimate.peak,
+                "moment": row.estimate.moment,
+                "stage": row.estimate.stage,
+                "host": row.estimate.host,
+            }
+            for row in plan.rows
+        ],
+    }
 
 
 @dataclass(frozen=True)
@@ -52,21 +187,15 @@ class PlanRequest:
 @arguments.takes_search_options
 def step_time(
     given: arguments.SearchOptions,
-    global_batch: Annotated[
-        int, typer.Option(min=0, help="Sequences of a step; 0: 8 per device.")
-    ] = 0,
-    micro_batch: Annotated[
-        int, typer.Option(min=0, help="Sequences of a micro-batch on a rank; 0: any.")
-    ] = 0,
-    cp: Annotated[int, typer.Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain the first row.")] = False,
-    diff: Annotated[str, typer.Option(help="Compare two rows of the table, as 1,2.")] = "",
-    tokens: Annotated[float, typer.Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
-    scaling: Annotated[
-        bool, typer.Option("--scaling", help="Also plan fewer and more devices.")
-    ] = False,
-    svg_file: Annotated[str, typer.Option("--svg", help="Draw time and memory of the rows.")] = "",
+    global_batch: Annotated[int, Option(min=0, help="Sequences of a step; 0: 8 a device.")] = 0,
+    micro_batch: Annotated[int, Option(min=0, help="Sequences of a micro-batch; 0: any.")] = 0,
+    cp: Annotated[int, Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
+    rows: Annotated[int, Option(min=1, help="Rows to show.")] = 12,
+    explain: Annotated[bool, Option("--explain", help="Explain the first row.")] = False,
+    diff: Annotated[str, Option(help="Compare two rows of the table, as 1,2.")] = "",
+    tokens: Annotated[float, Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
+    scaling: Annotated[bool, Option("--scaling", help="Also plan fewer and more devices.")] = False,
+    svg_file: Annotated[str, Option("--svg", help="Draw time and memory of the rows.")] = "",
 ) -> None:
     """Print the fastest layouts that fit on a known device, and where their time goes.
 
@@ -110,7 +239,7 @@ def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
     out.print(
         f"[bold]{given.model}[/]: {show_count(request.model.parameters().total)} parameters, "
         f"global batch {request.global_batch} x {request.base.length(request.model)} tokens, "
-        f"{given.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
+        f"{given.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)"
     )
     if plan.rows:
         sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
@@ -195,6 +324,8 @@ def _utilization(row: TimedLayout, device: Device) -> float:
 
 def _summary(plan: TimedRanking) -> str:
     """Return how many layouts were looked at and dropped, and why."""
+    from fusedops.planner.search import describe
+
     text = f"{plan.choices} choices of sizes, schedule and micro-batch; {plan.examined} examined"
     if plan.choices > plan.examined:
         text += ", no other is faster than the last row even without recomputation"
@@ -202,15 +333,12 @@ def _summary(plan: TimedRanking) -> str:
     if plan.too_large:
         lines.append(f"{plan.too_large} do not fit, whatever is recomputed or offloaded")
     if plan.least is not None and not plan.rows:
-        from fusedops.planner.search import describe
-
+        least, layout = plan.least.estimate.peak, describe(plan.least.layout)
         lines.append(
-            f"the least is {show_bytes(plan.least.estimate.peak)} with "
-            f"{describe(plan.least.layout)}: take more devices, or larger ones"
+            f"the least is {show_bytes(least)} with {layout}: take more devices, or larger ones"
         )
     reasons = sorted(plan.refused.items(), key=lambda item: -item[1])
-    lines += [f"{count} cannot run: {reason}" for reason, count in reasons[:5]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{count} cannot run: {why}" for why, count in reasons[:5])])
 
 
 def _explain(plan: TimedRanking, out: Console) -> None:
@@ -244,7 +372,7 @@ def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None
     days, hours = seconds / 86400, seconds / 3600 * devices
     out.print(
         f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours, without restarts, "
-        "evaluation and checkpoints",
+        "evaluation and checkpoints"
     )
 
 
