@@ -6,6 +6,7 @@ python docs/gen_benchmarks.py --git   # also every record that was ever committe
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -19,8 +20,8 @@ from benchmark_history import Measurement  # noqa: E402
 from blocks import replaced  # noqa: E402
 from results import share_of_limit  # noqa: E402
 
-from fusedops.bench import svg  # noqa: E402
 from fusedops.specs import all_specs  # noqa: E402
+from fusedops.terminal.svg import INK, document, element, text  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 # Earlier measurements that a row shows.
@@ -113,7 +114,46 @@ def _picture(device: str, kind: str, subjects: Sequence[Sequence[Measurement]]) 
             label = f"{row.name}{mode} {row.case.split(', ')[-1]}, {row.dtype}"
         lines.append((label, [float(each.speedup) for each in group]))
     lines.sort(key=lambda line: (-line[1][-1], line[0]))
-    return svg.dots(f"Times faster than eager: {kind}s on {device}", lines)
+    return dots(f"Times faster than eager: {kind}s on {device}", lines)
+
+
+_WIDTH, _RIGHT, _TOP, _STEP = 760, 60, 46, 16
+_NEWEST, _BEFORE, _GRID, _ONE = "#1f6fb4", "#b9c2cb", "#e3e3e3", "#c0392b"
+
+
+def dots(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Return the SVG of measurements of the same things over time, on a logarithmic axis.
+
+    Args:
+        title: of the picture.
+        rows: labels, and the positive ratios of each from the oldest to the newest.
+    """
+    left = max(190, round(6.4 * max((len(label) for label, _ in rows), default=0)) + 16)
+    values = [value for _, ratios in rows for value in ratios]
+    height = _TOP + _STEP * len(rows) + 24
+    low, high = math.log(min(0.8, *values)), math.log(max(1.25, *values) * 1.05)
+
+    def place(value: float) -> float:
+        return left + (math.log(value) - low) / (high - low) * (_WIDTH - left - _RIGHT)
+
+    parts = []
+    for tick in (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
+        if low <= math.log(tick) <= high:
+            x, colour = place(tick), _ONE if tick == 1 else _GRID
+            parts += [
+                element("line", x1=x, y1=_TOP - 8, x2=x, y2=height - 18, stroke=colour),
+                text(x, height - 5, f"{tick:g}", text_anchor="middle", fill=INK),
+            ]
+    for index, (label, ratios) in enumerate(rows):
+        y = _TOP + _STEP * index
+        *before, newest = map(place, ratios)
+        parts += [
+            text(left - 8, y + 4, label, text_anchor="end", fill=INK),
+            *(element("circle", cx=x, cy=y, r=3, fill=_BEFORE) for x in before),
+            element("circle", cx=newest, cy=y, r=4, fill=_NEWEST),
+            text(newest + 8, y + 4, f"{ratios[-1]:.2f}", fill=INK),
+        ]
+    return document(_WIDTH, height, title, parts, font_size=11)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusedops.bench import chart as record_chart
+from fusedops.bench import report as bench_report
 from fusedops.bench import svg
 from fusedops.bench.model_zoo import FAMILIES
 from fusedops.bench.results import BenchRecord, load_json
@@ -160,7 +160,7 @@ def model_charts() -> dict[str, str]:
         dtype = min((row.dtype for row in trusted), default="")
         rows = tuple(row for row in trusted if row.dtype == dtype)
         name = f"models-{record.machine['slug']}.svg"
-        charts[name] = record_chart.draw(replace(record, rows=rows))
+        charts[name] = bench_report.draw(replace(record, rows=rows))
     return charts
 
 

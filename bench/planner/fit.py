@@ -22,7 +22,7 @@ import evaluation
 
 from fusedops.bench.calibration import Step, calibrate
 from fusedops.bench.tables import load_rows
-from fusedops.cli.device_file import device_toml
+from fusedops.cli.bench.small_models import device_toml
 from fusedops.planner import Device, load_device, step_time
 from fusedops.planner.device import DeviceEfficiency
 from fusedops.terminal import files

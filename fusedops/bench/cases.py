@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from fusedops._core import dtypes
-from fusedops.bench.contenders import (
+from fusedops.bench.contenders import Contender, ContenderCall, backend_of, contenders
+from fusedops.bench.limits import LeastWork, Limits
+from fusedops.bench.results import (
+    BACKWARD,
+    BOTH,
     COMPILE,
+    DIRECTIONS,
     EAGER,
-    Contender,
-    ContenderCall,
-    backend_of,
-    contenders,
+    FORWARD,
+    BenchRow,
+    dtype_name,
     is_ours,
 )
-from fusedops.bench.limits import LeastWork, Limits
-from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow, dtype_name
+from fusedops.bench.runner import BenchSettings
 from fusedops.runtime.peak import peak_bytes
-from fusedops.runtime.timer import Clock, CpuClock, Timing, TimingPlan, Variant, measure
+from fusedops.runtime.timer import CpuClock, Timing, TimingPlan, Variant, measure
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit in memory in addition.
@@ -35,46 +37,16 @@ _HOST_PLAN = TimingPlan(least=9, most=40, seconds=0.2)
 Error = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Where rows are measured, and how."""
-
-    device: torch.device  # where
-    clock: Clock  # of the device
-    plan: TimingPlan  # how long each row is timed
-    limits: Limits  # of the machine
-    compiled: bool  # include torch.compile of what is stock
-    allocator: str  # ``"tuned"`` or ``"system"``: what the process was set to
-    cache_bytes: int  # size of the last cache
-    report: Callable[[str], None]  # is called with what is being measured
-
-
-@dataclass(frozen=True)
-class CaseSettings(BenchSettings):
-    """Where and how an op is measured."""
-
-    only: Sequence[str]  # contenders to keep in addition to eager; empty keeps all
-    all_backends: bool  # time the reference and the automatically chosen backend by name too
-
-
 def run_case(
     spec: Spec,
     case: BenchCase,
     dtype: torch.dtype,
-    settings: CaseSettings,
+    settings: BenchSettings,
     host_us: dict[tuple[str, str], float],
 ) -> tuple[list[BenchRow], list[str]]:
-    """Measure all contenders at one size.
+    """Measure all contenders at one size; return the rows, and notes on what could not run.
 
-    Args:
-        spec: the op.
-        case: the size.
-        dtype: of the inputs.
-        settings: where and how.
-        host_us: host overhead per contender and direction, from ``host_overhead``.
-
-    Returns:
-        The rows, and notes on what could not run.
+    ``host_us`` has the host overhead per contender and direction, from ``host_overhead``.
     """
     title = f"{spec.name} {case.label} {dtype_name(dtype)}"
     try:
@@ -97,7 +69,8 @@ def run_case(
         return [], [f"{title}: {note}" for note in notes]
     settings.report("errors")
     errors, why_no_error = _errors(spec, call, able)
-    ran = {contender.name: backend_of(contender, call) for contender in able if contender.ours}
+    ours = [contender for contender in able if is_ours(contender.name)]
+    ran = {contender.name: backend_of(contender, call) for contender in ours}
     rows = []
     for direction in _directions(able, call):
         settings.report(direction)
@@ -127,7 +100,7 @@ def run_case(
 
 
 def host_overhead(
-    spec: Spec, dtype: torch.dtype, settings: CaseSettings
+    spec: Spec, dtype: torch.dtype, settings: BenchSettings
 ) -> dict[tuple[str, str], float]:
     """Return the least microseconds of a call on a tiny input, per contender and direction.
 
@@ -166,7 +139,7 @@ def least_work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limi
     """Return what a direction has to do at least."""
     forward = (case.bytes_forward(dtype), case.flops_forward)
     backward = (case.bytes_backward(dtype), case.flops_backward)
-    parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
+    parts = {FORWARD: [forward], BACKWARD: [backward], BOTH: [forward, backward]}
     return LeastWork.of(parts[direction], dtype_name(dtype), limits)
 
 
@@ -207,7 +180,7 @@ def timed_row(
 
 
 def lead(timing: Timing, variant: str) -> dict[str, Any]:
-    """Return the fields of a row that compare it with the fastest of those that are not ours."""
+    """Return the fields of a row of ours that compare it with the fastest other."""
     if not is_ours(variant):
         return {}
     others = [name for name in timing.rounds if not is_ours(name)]
@@ -223,8 +196,30 @@ def variants_of(
     synced: torch.device | None = None,
 ) -> list[Variant]:
     """Return what the timer runs in one direction: of those that have no backward, the forward."""
-    there = [contender for contender in able if direction == FORWARD or contender.trains]
-    return [variant_of(contender, call, direction, synced) for contender in there]
+    variants = []
+    for contender in able:
+        if direction == FORWARD or contender.trains:
+            prepare, run = _prepared(contender, call, direction)
+            context = partial(_synced, contender, synced)
+            variants.append(Variant(contender.name, run, prepare, context))
+    return variants
+
+
+def _prepared(
+    contender: Contender, call: ContenderCall, direction: str
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what makes the input of a run, and the run."""
+    function, given = contender.function, partial(call.given_to, contender)
+    if direction == FORWARD:
+        return given, lambda mine: mine.forward(function)
+    if direction == BOTH:
+        return given, lambda mine: mine.backward(mine.forward(function))
+
+    def ran() -> tuple[ContenderCall, Any]:
+        mine = given()
+        return mine, mine.forward(function)
+
+    return ran, lambda both: both[0].backward(both[1])
 
 
 def trusted_fields(timing: Timing, variant: str) -> dict[str, Any]:
@@ -233,26 +228,6 @@ def trusted_fields(timing: Timing, variant: str) -> dict[str, Any]:
     if against and not timing.trusted(against["rival"]):
         against = {}
     return {"trusted": timing.trusted(variant) and timing.trusted(EAGER), **against}
-
-
-def variant_of(
-    contender: Contender, call: ContenderCall, direction: str, synced: torch.device | None = None
-) -> Variant:
-    """Return what the timer runs for a contender in one direction."""
-    function = contender.function
-    context, given = partial(_synced, contender, synced), partial(call.given_to, contender)
-
-    def ran() -> tuple[ContenderCall, Any]:
-        mine = given()
-        return mine, mine.forward(function)
-
-    if direction == FORWARD:
-        return Variant(contender.name, lambda mine: mine.forward(function), given, context)
-    if direction == "backward":
-        return Variant(contender.name, lambda both: both[0].backward(both[1]), ran, context)
-    return Variant(
-        contender.name, lambda mine: mine.backward(mine.forward(function)), given, context
-    )
 
 
 @contextlib.contextmanager
@@ -285,14 +260,14 @@ def _errors(
     truth, true_grads = _seeded(reference, call.double())
     errors: dict[tuple[str, str], Error] = {}
     for contender in able:
-        if random and not contender.ours:
+        if random and not is_ours(contender.name):
             continue
         outputs, grads = _seeded(contender, call)
         forward = ulps(outputs, truth)
-        errors[contender.name, "forward"] = forward
+        errors[contender.name, FORWARD] = forward
         if grads:
-            errors[contender.name, "backward"] = backward = ulps(grads, true_grads)
-            errors[contender.name, "both"] = max(forward, backward)
+            errors[contender.name, BACKWARD] = backward = ulps(grads, true_grads)
+            errors[contender.name, BOTH] = max(forward, backward)
     return errors, "error of random results only for fusedops" if random else ""
 
 

@@ -34,55 +34,31 @@ SLOW = 0.7
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """A collective of one size.
+    """A collective of one size."""
 
-    Attributes:
-        collective: of ``COLLECTIVES``.
-        backend: of ``BACKENDS``.
-        ranks: how many communicate.
-        nodes: on how many hosts.
-        bytes: of a rank's tensor; of all ranks' together where a collective gathers or scatters.
-        iterations: how many were timed.
-        min_us: microseconds of the fastest rank, each the median of ``_BATCHES`` batches.
-        avg_us: the mean of the ranks.
-        max_us: of the slowest rank.
-        algbw: ``bytes`` by ``avg_us``, bytes/s.
-        busbw: that times the collective's factor.
-        wrong: elements that arrived with another value, on all ranks together.
-    """
-
-    collective: str
-    backend: str
-    ranks: int
-    nodes: int
-    bytes: int
-    iterations: int
-    min_us: float
-    avg_us: float
-    max_us: float
-    algbw: float
-    busbw: float
-    wrong: int
+    collective: str  # of ``COLLECTIVES``
+    backend: str  # of ``BACKENDS``
+    ranks: int  # how many communicate
+    nodes: int  # on how many hosts
+    bytes: int  # of a rank's tensor; of all ranks' where a collective gathers or scatters
+    iterations: int  # how many were timed
+    min_us: float  # microseconds of the fastest rank, each the median of ``_BATCHES`` batches
+    avg_us: float  # the mean of the ranks
+    max_us: float  # of the slowest rank
+    algbw: float  # ``bytes`` by ``avg_us``, bytes/s
+    busbw: float  # that times the collective's factor
+    wrong: int  # elements that arrived with another value, on all ranks together
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """What two ranks reach who send to each other while all other pairs do.
+    """What two ranks reach who send to each other while all other pairs do."""
 
-    Attributes:
-        first: a rank.
-        second: the other.
-        hosts: their hosts.
-        bandwidth: bytes/s in one direction.
-        slow: whether that is below ``SLOW`` of the median of pairs of its kind (on one host, or
-            on two).
-    """
-
-    first: int
-    second: int
-    hosts: tuple[str, str]
-    bandwidth: float
-    slow: bool
+    first: int  # a rank
+    second: int  # the other
+    hosts: tuple[str, str]  # of both
+    bandwidth: float  # bytes/s in one direction
+    slow: bool  # below ``SLOW`` of the median of pairs of its kind (on one host, or on two)
 
 
 def _all_but_own(ranks: int) -> float:
@@ -91,21 +67,14 @@ def _all_but_own(ranks: int) -> float:
 
 @dataclass(frozen=True)
 class _Collective:
-    """One that is measured.
+    """One that is measured."""
 
-    Attributes:
-        call: communicates the tensor of a case.
-        expected: what must then arrive, where ranks gave these tensors.
-        factor: of the bus bandwidth, by the number of ranks.
-        gathers: whether a rank gives its share alone, and gets all.
-        uneven: whether some ranks get three times as much as others, as ranks with experts do.
-    """
-
-    call: Callable[[_Case], collectives.Pending]
+    call: Callable[[_Case], collectives.Pending]  # communicates the tensor of a case
+    # what must then arrive, where ranks gave these tensors
     expected: Callable[[_Case, list[torch.Tensor]], torch.Tensor]
-    factor: Callable[[int], float] = _all_but_own
-    gathers: bool = False
-    uneven: bool = False
+    factor: Callable[[int], float] = _all_but_own  # of the bus bandwidth, by the number of ranks
+    gathers: bool = False  # whether a rank gives its share alone, and gets all
+    uneven: bool = False  # some ranks get three times as much as others, as ranks with experts do
 
 
 class _Case:
@@ -163,7 +132,7 @@ COLLECTIVES: dict[str, _Collective] = {
     "all_reduce": _Collective(
         lambda case: collectives.all_reduce(case.tensor, case.group),
         _sum,
-        factor=lambda ranks: 2 * (ranks - 1) / ranks,
+        factor=lambda ranks: 2 * _all_but_own(ranks),
     ),
     "reduce_scatter": _Collective(
         lambda case: collectives.reduce_scatter(case.tensor, case.group),
@@ -209,18 +178,10 @@ def measure(
     seconds: float,
     report: Callable[[str], None],
 ) -> list[CommunicationRow]:
-    """Measure collectives.
-
-    Args:
-        ranks: those that communicate.
-        backends: of ``BACKENDS``.
-        names: of ``COLLECTIVES``.
-        bytes_of: sizes.
-        seconds: for each row, about.
-        report: is called with what was measured.
+    """Measure collectives, for about so many seconds a row; ``report`` is called with what was.
 
     Returns:
-        A row by backend, collective and size, in this order.
+        A row by backend of ``BACKENDS``, collective of ``COLLECTIVES`` and size, in this order.
 
     Raises:
         RuntimeError: the ranks do not have a backend.
@@ -240,6 +201,7 @@ def measure(
 def _row(
     case: _Case, name: str, backend: str, nodes: int, ranks: Ranks, seconds: float
 ) -> CommunicationRow:
+    """Check a collective, then time it."""
     wrong = case.wrong()
     for _ in range(_WARM_UP):
         case.call()
@@ -280,19 +242,10 @@ def _seconds(case: _Case, iterations: int, device: torch.device) -> float:
 
 
 def links(ranks: Ranks, backend: str, size: int, repeats: int = 5) -> list[LinkRow]:
-    """Measure each pair of ranks, in rounds in which all communicate.
+    """Measure each pair of ranks, in rounds in which all communicate; return the slowest first.
 
     ``n - 1`` rounds of ``n`` ranks, ``n`` of an odd number: a pair of each round sends ``size``
-    bytes to each other.
-
-    Args:
-        ranks: those that communicate.
-        backend: of ``BACKENDS``.
-        size: bytes.
-        repeats: exchanges of a pair; the fastest counts.
-
-    Returns:
-        The pairs, the slowest first.
+    bytes to each other, ``repeats`` times, of which the fastest counts.
     """
     hosts = ranks.gathered(socket.gethostname())
     best: list[tuple[int, int, float]] = []
@@ -323,18 +276,12 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
         >>> rounds(4)
         [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    places: list[int | None] = list(range(ranks))
-    if ranks % 2:
-        places.append(None)
+    places = list(range(ranks + ranks % 2))  # of an odd number the last one pauses
     half = len(places) // 2
     result = []
     for _ in range(len(places) - 1):
         facing = zip(places[:half], reversed(places[half:]), strict=True)
-        pairs = [
-            (min(first, second), max(first, second))
-            for first, second in facing
-            if first is not None and second is not None
-        ]
+        pairs = [(min(pair), max(pair)) for pair in facing if max(pair) < ranks]
         result.append(sorted(pairs))
         places = [places[0], places[-1], *places[1:-1]]
     return result
@@ -346,16 +293,11 @@ def mark_slow(pairs: Sequence[tuple[int, int, float]], hosts: Sequence[str]) -> 
     for first, second, bandwidth in pairs:
         kinds.setdefault(hosts[first] == hosts[second], []).append(bandwidth)
     usual = {kind: statistics.median(values) for kind, values in kinds.items()}
-    rows = [
-        LinkRow(
-            first,
-            second,
-            (hosts[first], hosts[second]),
-            bandwidth,
-            bandwidth < SLOW * usual[hosts[first] == hosts[second]],
-        )
-        for first, second, bandwidth in pairs
-    ]
+    rows = []
+    for first, second, bandwidth in pairs:
+        ends = hosts[first], hosts[second]
+        slow = bandwidth < SLOW * usual[ends[0] == ends[1]]
+        rows.append(LinkRow(first, second, ends, bandwidth, slow))
     return sorted(rows, key=lambda row: row.bandwidth)
 
 

@@ -32,11 +32,9 @@ class RowChange:
     @property
     def beyond_spread(self) -> bool:
         """Whether the middle halves of the two measurements do not touch."""
-        return (
-            self.after.q1_us > self.before.q3_us
-            if self.slower_by > 0
-            else self.after.q3_us < self.before.q1_us
-        )
+        if self.slower_by > 0:
+            return self.after.q1_us > self.before.q3_us
+        return self.after.q3_us < self.before.q1_us
 
     @property
     def trusted(self) -> bool:
@@ -76,13 +74,10 @@ def parse_share(text: str) -> float:
 def compare(
     before: BenchRecord, after: BenchRecord, *, allowed: float, allow_different: bool = False
 ) -> RecordComparison:
-    """Match the rows of two records and judge those of fusedops.
+    """Match the rows of two records and judge those of fusedops in the second one.
 
-    Args:
-        before: the record to compare with.
-        after: the record that is judged.
-        allowed: share by which a row may be slower.
-        allow_different: compare although machine, settings or dtype differ.
+    ``allowed`` is the share by which a row may be slower; ``allow_different`` compares although
+    machine, settings or dtype differ.
 
     Raises:
         UserError: when they must not be compared, or have no row in common.
@@ -111,20 +106,19 @@ def compare(
 
 
 def _check_alike(before: BenchRecord, after: BenchRecord) -> None:
-    for word, (part, key) in _MUST_AGREE.items():
-        one, two = (getattr(record, part).get(key) for record in (before, after))
+    pairs = [
+        (word, *(getattr(record, part).get(key) for record in (before, after)))
+        for word, (part, key) in _MUST_AGREE.items()
+    ]
+    dtypes = [{row.dtype for row in record.rows} for record in (before, after)]
+    if not dtypes[0] & dtypes[1]:
+        pairs.append(("dtype", *(", ".join(sorted(names)) or "none" for names in dtypes)))
+    for word, one, two in pairs:
         if one != two:
             raise UserError(
                 f"the records differ in {word} ({one} and {two}): their times say nothing about "
                 "the code; --allow-different compares them all the same"
             )
-    dtypes = [{row.dtype for row in record.rows} for record in (before, after)]
-    if not dtypes[0] & dtypes[1]:
-        one, two = (", ".join(sorted(names)) or "none" for names in dtypes)
-        raise UserError(
-            f"the records differ in dtype ({one} and {two}); "
-            "--allow-different compares them all the same"
-        )
 
 
 def _by_key(rows: Iterable[BenchRow]) -> dict[tuple[str, ...], BenchRow]:

@@ -1,25 +1,50 @@
 """Who competes: eager torch, torch.compile of it, fusedops by itself and per backend, peers.
 
 Each is a function with the op's signature, and the context that it has to run in. A backend that
-cannot run a case here is left out with its reason.
+cannot run a case here is left out with its reason. Peers are other implementations beside torch's:
+``bench/peers.py`` of the source tree has them, and an installed wheel compares without them.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from fusedops._core import backends
 from fusedops._core.checks import UnsupportedError
-from fusedops.bench.peers import peers_of
+from fusedops.bench.results import AUTOMATIC, COMPILE, EAGER
 from fusedops.specs import Sample, Spec, tensors_in
 
-EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
+_PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers.py"
+
+
+@functools.cache
+def load_peers() -> ModuleType | None:
+    """Return the module of the peers; ``None`` outside of a source tree."""
+    spec = importlib.util.spec_from_file_location("fusedops_bench_peers", _PEERS)
+    if spec is None or spec.loader is None or not _PEERS.exists():
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def peers_of(name: str) -> dict[str, Any]:
+    """Return the peers of an op or a layer, by the names of their rows."""
+    module = load_peers()
+    known: dict[str, Callable[[], dict[str, Any]]] = module.PEERS if module else {}
+    return known[name]() if name in known else {}
 
 
 @dataclass(frozen=True)
@@ -35,19 +60,9 @@ class Contender:
     # whether it writes on its arguments: it gets copies, made outside of what is timed
     overwrites: bool = False
 
-    @property
-    def ours(self) -> bool:
-        """Whether fusedops computes it."""
-        return is_ours(self.name)
-
     def context(self) -> AbstractContextManager[Any]:
         """Return the context that forward and backward run in."""
         return backends.use_backend(self.backend) if self.backend else nullcontext()
-
-
-def is_ours(name: str) -> bool:
-    """Return whether fusedops computes what the contender of this name does."""
-    return name.split(":")[0] == AUTOMATIC
 
 
 @dataclass(frozen=True)
@@ -67,17 +82,14 @@ class ContenderCall:
         leaves = tuple(sample.leaves)
         outputs = differentiable(spec.eager(*sample.args, **sample.kwargs)) if leaves else ()
         generator = torch.Generator().manual_seed(7)
-        grads = [torch.randn(output.shape, generator=generator) for output in outputs]
-        grads = [grad.bfloat16().to(out) for grad, out in zip(grads, outputs, strict=True)]
+        grads = (torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outputs)
         return ContenderCall(sample, leaves, tuple(grads))
 
     def given_to(self, contender: Contender) -> ContenderCall:
         """Return the call that ``contender`` may have: itself, or a copy to write on."""
         if not contender.overwrites:
             return self
-        return self._map(
-            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        )
+        return self._map(lambda given: given.detach().clone().requires_grad_(given.requires_grad))
 
     def forward(self, function: Callable[..., Any]) -> Any:
         """Return what ``function`` makes of the arguments."""
@@ -85,11 +97,9 @@ class ContenderCall:
 
     def backward(self, outputs: Any) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the leaves."""
-        grads = [
-            grad.to(output.dtype)
-            for grad, output in zip(self.grads, differentiable(outputs), strict=True)
-        ]
-        return torch.autograd.grad(differentiable(outputs), self.leaves, grads, allow_unused=True)
+        outputs = differentiable(outputs)
+        grads = [grad.to(output.dtype) for grad, output in zip(self.grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, self.leaves, grads, allow_unused=True)
 
     def double(self) -> ContenderCall:
         """Return the same call in float64."""
@@ -121,13 +131,9 @@ def contenders(
 ) -> tuple[list[Contender], list[str]]:
     """Return who can run ``call``, eager first, and a note for each who cannot.
 
-    Args:
-        spec: the op.
-        call: what they must be able to run.
-        compiled: include torch.compile.
-        only: names to keep with eager; empty keeps all, but of the backends only those that
-            the automatic choice stands before: not the one it takes, not the reference.
-        all_backends: keep those too.
+    ``only`` names those to keep with eager; empty, it keeps all, but of the backends those alone
+    that the automatic choice stands before: not the one it takes, not the reference.
+    ``all_backends`` keeps these too.
     """
     able: list[Contender] = []
     notes: list[str] = []
@@ -147,7 +153,10 @@ def contenders(
         admit(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
     automatic = Contender(AUTOMATIC, spec.op)
     automatic_backends = backend_of(able[-1], call) if admit(automatic) else "none"
-    for name in _backends_of(call) if automatic_backends else ():
+    # Not Triton's interpreter on CPU tensors.
+    on_cpu = all(tensor.is_cpu for tensor in call.sample.tensors)
+    candidates = ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
+    for name in candidates if automatic_backends else ():
         if only or all_backends or name not in (*automatic_backends.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
     kinds = {tensor.device.type for tensor in call.sample.tensors}
@@ -162,17 +171,13 @@ def admitted(
 ) -> Contender | None:
     """Run a contender once; return what can be timed of it, ``None`` for nothing.
 
-    Args:
-        candidate: who is to run.
-        call: what.
-        notes: get the reason for what cannot be timed.
-        backward: whether its backward is asked for.
+    ``notes`` get the reason for what cannot be timed; ``backward``: its backward is asked for.
     """
-    reason = reason_against(candidate, call, backward=False)
+    reason = _reason_against(candidate, call, backward=False)
     if reason is not None:
         notes.append(f"no {candidate.name} row: {reason}")
         return None
-    reason = reason_against(candidate, call, backward=True) if backward and call.leaves else None
+    reason = _reason_against(candidate, call, backward=True) if backward and call.leaves else None
     if reason is not None:
         notes.append(f"{candidate.name} has forward rows only: {reason}")
     return replace(candidate, trains=reason is None)
@@ -188,17 +193,10 @@ def backend_of(contender: Contender, call: ContenderCall) -> str:
     return backends_since(before)
 
 
-def backends_since(before: Mapping[tuple[str, str], int], op: str | None = None) -> str:
-    """Return the backends that ran since ``backends.counters()`` was ``before``: "cpp+torch".
-
-    ``op`` is the operator to look at; by default all are.
-    """
-    ran = {
-        backend
-        for (name, backend), count in backends.counters().items()
-        if op in (None, name) and count > before.get((name, backend), 0)
-    }
-    return "+".join(sorted(ran))
+def backends_since(before: Mapping[tuple[str, str], int]) -> str:
+    """Return the backends that ran since ``backends.counters()`` was ``before``: "cpp+torch"."""
+    counters = backends.counters().items()
+    return "+".join(sorted({key[1] for key, count in counters if count > before.get(key, 0)}))
 
 
 def names(spec: Spec) -> list[str]:
@@ -208,13 +206,7 @@ def names(spec: Spec) -> list[str]:
     return [*known, *peers_of(spec.name)]
 
 
-def _backends_of(call: ContenderCall) -> tuple[str, ...]:
-    """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
-    on_cpu = all(tensor.is_cpu for tensor in call.sample.tensors)
-    return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
-
-
-def reason_against(contender: Contender, call: ContenderCall, *, backward: bool) -> str | None:
+def _reason_against(contender: Contender, call: ContenderCall, *, backward: bool) -> str | None:
     """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
     call = call.given_to(contender)
     try:
@@ -223,11 +215,9 @@ def reason_against(contender: Contender, call: ContenderCall, *, backward: bool)
             warnings.simplefilter("ignore")
             outputs = call.forward(contender.function)
             grads = call.backward(outputs) if backward else ()
-    except UnsupportedError as error:
-        return str(error)
     except Exception as error:
         # A peer or the compiler may raise anything; the other rows still count.
-        return error_line(error)
+        return str(error) if isinstance(error, UnsupportedError) else error_line(error)
     missing = sum(grad is None for grad in grads)
     return f"it gives no gradient to {missing} of {len(grads)} inputs" if missing else None
 

@@ -7,12 +7,11 @@ meanwhile, as they are when ranks train there: clocks and memory are shared.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,10 +21,11 @@ import torch
 from fusedops.bench import machine
 from fusedops.bench.calibration import calibrate
 from fusedops.bench.limits import measure_limits
+from fusedops.bench.results import dtype_name
 from fusedops.bench.small_models import SmallModel, shape_of_step, training_step
-from fusedops.bench.teams import TeamSetting, interleaved
-from fusedops.models import ParallelConfig
-from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
+from fusedops.bench.teams import Team, TeamSetting, interleaved
+from fusedops.models import ParallelConfig, TransformerConfig
+from fusedops.planner import Device, StepShape, load_device
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceEfficiency, DeviceLinks, DeviceMemory
 from fusedops.planner.step_time import step_time
@@ -53,56 +53,49 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
 )
 _SEQUENCES, _TOKENS = 8, 128  # of their steps
 _WARM_UP = 2
-# A copy of float32 gradients is read, added to another and written.
-_ACCUMULATED_BYTES = 12
-_PATIENCE = 60.0
+# Where the fit begins on a CPU. There the host is the device: nothing is waited for.
+_CPU_START = {
+    "products": 0.7,
+    "inner": 16,
+    "outer": 16,
+    "attention": 0.3,
+    "elementwise": 0.6,
+    "optimizer": 0.6,
+    "stage_wait": 0.05,
+    "accumulation": 12,  # a copy of float32 gradients is read, added to another and written
+    **dict.fromkeys(("host_seconds", "layer_seconds", "microbatch_seconds"), 1e-4),
+}
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A training step of a small model.
+    """A training step of a small model."""
 
-    Attributes:
-        shape: what it computes.
-        seconds: the median of several.
-    """
-
-    shape: StepShape
-    seconds: float
+    shape: StepShape  # what it computes
+    seconds: float  # the median of several
 
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """A device, and how far its predictions are from the steps that it was fitted on.
+    """A device, and how far its predictions are from the steps that it was fitted on."""
 
-    Attributes:
-        device: for ``fusedops plan time --device``.
-        steps: that were measured.
-        errors: of the predicted seconds, as shares.
-    """
-
-    device: Device
-    steps: tuple[DeviceStep, ...]
-    errors: tuple[float, ...]
+    device: Device  # for ``fusedops plan time --device``
+    steps: tuple[DeviceStep, ...]  # that were measured
+    errors: tuple[float, ...]  # of the predicted seconds, as shares
 
 
 def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
     """Return models, sequences and tokens of a micro-batch, and micro-batches, to be measured."""
+    shapes = (
+        *((2, 1, 64, 1), (2, 4, 128, 1), (4, 4, 128, 1), (2, 2, 512, 1)),
+        *((2, 8, 256, 1), (2, 2, 64, 4), (2, 1, 256, 8), (4, 16, 64, 1)),
+    )
     return [
         (SmallModel("gpt2", hidden, layers, 2048), rows, tokens, parts)
         for hidden in ((128, 256) if quick else (256, 512))
-        for layers, rows, tokens, parts in (
-            (2, 1, 64, 1),
-            (2, 4, 128, 1),
-            (4, 4, 128, 1),
-            (2, 2, 512, 1),
-            (2, 8, 256, 1),
-            (2, 2, 64, 4),
-            (2, 1, 256, 8),
-            (4, 16, 64, 1),
-        )
+        for layers, rows, tokens, parts in shapes
     ]
 
 
@@ -144,42 +137,38 @@ def _with_communication(
     quick: bool,
 ) -> MeasuredDevice:
     """Fit what steps of two processes tell of communication."""
-    small = SmallModel("gpt2", 128 if quick else 384, 4, 2048)
+    config = SmallModel("gpt2", 128 if quick else 384, 4, 2048).config(_TOKENS)
+    layouts = [ParallelConfig(**options) for options in _TOGETHER]
     settings = [
-        TeamSetting(
-            " ".join(f"{name} {size}" for name, size in sizes.items()),
-            processes=2,
-            threads=threads,
-            make_step=partial(_step_together, small, sizes),
-        )
-        for sizes in _TOGETHER
+        TeamSetting(str(options), 2, threads, partial(training_step, config, layout, _SEQUENCES))
+        for options, layout in zip(_TOGETHER, layouts, strict=True)
     ]
     report("two processes")
     timed = interleaved(settings, 1.5 * seconds, lambda _: None)
-    steps = []
-    for sizes, (times, _) in zip(_TOGETHER, timed, strict=True):
-        shape = shape_of_step(small.config(_TOKENS), ParallelConfig(**sizes), _SEQUENCES)
-        steps.append(DeviceStep(shape, statistics.median(times)))
-    fitted = _fitted(measured.device, steps, measured.device.efficiency, FITTED_TOGETHER)
-    every = (*measured.steps, *steps)
-    return MeasuredDevice(fitted, every, _errors(fitted, every))
+    steps = [
+        DeviceStep(shape_of_step(config, layout, _SEQUENCES), statistics.median(times))
+        for layout, (times, _) in zip(layouts, timed, strict=True)
+    ]
+    start = measured.device.efficiency
+    return _fitted(measured.device, steps, start, FITTED_TOGETHER, measured.steps)
 
 
 def _fitted(
-    device: Device, steps: Sequence[DeviceStep], start: DeviceEfficiency, names: Sequence[str]
-) -> Device:
-    """Return the device with those of its constants that explain the steps best."""
+    device: Device,
+    steps: Sequence[DeviceStep],
+    start: DeviceEfficiency,
+    names: Sequence[str],
+    others: tuple[DeviceStep, ...] = (),
+) -> MeasuredDevice:
+    """Return the device with those of its constants that explain the steps best.
+
+    Its errors are those of ``others`` too, which are not fitted.
+    """
     fit = [(step.shape, device, step.seconds) for step in steps]
-    return replace(device, efficiency=calibrate(fit, start, names=names))
-
-
-def _errors(device: Device, steps: Sequence[DeviceStep]) -> tuple[float, ...]:
-    return tuple(step_time(step.shape, device).seconds / step.seconds - 1 for step in steps)
-
-
-def _step_together(small: SmallModel, sizes: dict[str, Any]) -> Callable[[], float]:
-    """Return a training step of this process, one of two."""
-    return training_step(small.config(_TOKENS), ParallelConfig(**sizes), _SEQUENCES)
+    device = replace(device, efficiency=calibrate(fit, start, names=names))
+    steps = (*others, *steps)
+    errors = (step_time(step.shape, device).seconds / step.seconds - 1 for step in steps)
+    return MeasuredDevice(device, steps, tuple(errors))
 
 
 def _measured(
@@ -193,66 +182,44 @@ def _measured(
     report("peak rates")
     limits = measure_limits(where, dtypes, clock_for(where))
     peak = {name: limit.rate for name, limit in limits.matmul.items()}
-    peak.setdefault("bfloat16", peak[str(dtypes[0]).removeprefix("torch.")])
-    here = machine.machine(where)
+    peak.setdefault("bfloat16", peak[dtype_name(dtypes[0])])
+    here, on_gpu = machine.machine(where), where.type == "cuda"
     usual = load_device("a100-80")
     threads = max(1, here.threads)
     own = Device(
-        name=here.name if where.type == "cuda" else f"{here.name}, {threads} threads",
+        name=here.name if on_gpu else f"{here.name}, {threads} threads",
         memory=DeviceMemory(_memory(where, threads), limits.copy.rate),
         peak=peak,
-        links=_links(where, threads, limits.copy.rate, links),
+        links=_links(where, threads, limits.copy.rate, links, usual.efficiency),
         efficiency=usual.efficiency,
-        threads=0 if where.type == "cuda" else threads,
+        threads=0 if on_gpu else threads,
         sources={
             "peak": f"measured products; {torch.__version__}",
             "memory": "measured copy",
             "links": "measured collectives" if links else "half of the copy's bandwidth, assumed",
         },
     )
-    measured = []
+    steps = []
     for model, rows, tokens, parts in sizes(quick=quick):
         report(f"width {model.hidden_size}, {model.num_layers} layers, {rows} x {tokens} tokens")
-        measured.append(_step(model, rows, tokens, parts, where, dtypes[0], seconds))
-    # On a CPU the host is the device: nothing is waited for.
-    start = own.efficiency
-    if where.type == "cpu":
-        start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
-        start = replace(start, optimizer=0.6, accumulation=_ACCUMULATED_BYTES, stage_wait=0.05)
-        start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
-    fitted = _fitted(own, measured, start, FITTED)
-    return MeasuredDevice(fitted, tuple(measured), _errors(fitted, measured))
+        steps.append(_step(model.config(tokens), rows, parts, where, dtypes[0], seconds))
+    start = own.efficiency if on_gpu else replace(own.efficiency, **_CPU_START)
+    return _fitted(own, steps, start, FITTED)
 
 
 @contextmanager
 def _busy_cores(processes: int, threads: int) -> Iterator[None]:
     """Keep other cores busy with training steps while the block runs."""
-    context = multiprocessing.get_context("spawn")
-    ready = [context.Event() for _ in range(processes)]
-    started = [
-        context.Process(target=_train_on, args=(threads, event), daemon=True) for event in ready
-    ]
-    try:
-        for process in started:
-            process.start()
-        for event in ready:
-            event.wait(_PATIENCE)
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-
-
-def _train_on(threads: int, ready: Any) -> None:
-    """Make training steps until the process is ended."""
-    torch.set_num_threads(threads)
     # Large enough for its activations to leave the cache.
-    step = training_step(SmallModel("gpt2", 512, 4, 2048).config(256), ParallelConfig(), 8)
-    step()
-    ready.set()
-    while True:
-        step()
+    config = SmallModel("gpt2", 512, 4, 2048).config(256)
+    step = partial(training_step, config, ParallelConfig(), 8)
+    with ExitStack() as stack:
+        teams = [Team(TeamSetting("other cores", 1, threads, step)) for _ in range(processes)]
+        for team in teams:
+            stack.callback(team.close)
+        for team in teams:
+            team.keep_busy()
+        yield
 
 
 def _memory(where: torch.device, threads: int) -> int:
@@ -264,23 +231,24 @@ def _memory(where: torch.device, threads: int) -> int:
 
 
 def _links(
-    where: torch.device, threads: int, copy: float, links: CommunicationModel | None
+    where: torch.device,
+    threads: int,
+    copy: float,
+    links: CommunicationModel | None,
+    usual: DeviceEfficiency,
 ) -> DeviceLinks:
     """Return the links of a machine without a network: nodes are as far as its own devices."""
     count = torch.cuda.device_count() if where.type == "cuda" else 0
-    count = count or max(1, len(os.sched_getaffinity(0)) // threads)
-    rate = copy / 2
-    if links is not None:
-        rates = [
-            2 * (ranks - 1) / ranks * _LINK_BYTES / curve.seconds(_LINK_BYTES)
-            for (collective, _, text), curve in links.curves.items()
-            if collective == "all_reduce" and (ranks := int(text)) > 1
-        ]
-        rate = max(rates, default=rate)
-    usual = load_device("a100-80").efficiency
+    curves = links.curves if links else {}
+    rates = [
+        2 * (ranks - 1) / ranks * _LINK_BYTES / curve.seconds(_LINK_BYTES)
+        for (collective, _, text), curve in curves.items()
+        if collective == "all_reduce" and (ranks := int(text)) > 1
+    ]
+    rate = max(rates, default=copy / 2)
     # ``step_time`` takes a share of these; what was measured is that share.
     return DeviceLinks(
-        devices_per_node=count,
+        devices_per_node=count or max(1, len(os.sched_getaffinity(0)) // threads),
         node=rate / usual.node,
         network=rate / usual.network,
         host=copy,
@@ -289,16 +257,14 @@ def _links(
 
 
 def _step(
-    small: SmallModel,
+    config: TransformerConfig,
     rows: int,
-    tokens: int,
     parts: int,
     where: torch.device,
     dtype: torch.dtype,
     seconds: float,
 ) -> DeviceStep:
     """Measure a training step: forward, backward, clipping and AdamW."""
-    config = small.config(tokens)
     parallel = ParallelConfig(microbatches=parts)
     step = training_step(config, parallel, rows * parts, device=where, dtype=dtype)
     for _ in range(_WARM_UP):
@@ -310,5 +276,5 @@ def _step(
         step()  # the loss as a number waits for a GPU
         times.append(time.perf_counter() - begin)
     precision = "float32" if dtype == torch.float32 else "half"
-    layout = Layout.of(micro_batch=rows, microbatches=parts, precision=precision)
-    return DeviceStep(step_shape(config, layout), statistics.median(times))
+    shape = shape_of_step(config, parallel, rows * parts, precision)
+    return DeviceStep(shape, statistics.median(times))

@@ -55,16 +55,9 @@ class GenerationRow(InterleavedRow):
 def measure(
     work: GenerationWork, seconds: float, threads: int, report: Callable[[str], None] = print
 ) -> list[GenerationRow]:
-    """Measure the ways of generating, interleaved.
+    """Measure the ways of generating, interleaved, for about so many seconds each.
 
-    Args:
-        work: what is generated.
-        seconds: for each way, about.
-        threads: of torch.
-        report: is called with what is being done.
-
-    Returns:
-        A row for each; ours is the first.
+    Ours is the first row. ``report`` is called with what is being done.
     """
     host.tune_host(threads=threads)
     report(f"making {work.preset} in {work.dtype}")

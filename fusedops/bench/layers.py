@@ -1,4 +1,4 @@
-"""Benchmark rows for layers: several ops together, compared with common implementations.
+"""Benchmark rows for layers: several ops together, compared with the loop of eager models.
 
 A layer is described as an op is, by a ``Spec``, but it is not one: nothing is registered, and the
 generic tests do not know it. Groups are names for several rows: ``fusedops bench moe``.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.bench import hf_experts
-from fusedops.bench.peers import PEERS
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.specs.make import randn
 
 GROUPS = ("moe",)
+# (input, expert ids [tokens, top_k], their weights, gate_up [E, 2 * inner, hidden],
+# down [E, hidden, inner]) -> [tokens, hidden]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def members(name: str, ops: Iterable[str]) -> list[str]:
@@ -50,15 +50,7 @@ def _loop(input: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     return output
 
 
-def _einsum(input: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Let every expert compute every token, and weigh most of it by 0."""
-    dense = weights.new_zeros(len(ids), len(gate_up)).scatter(1, ids, weights)
-    gate, up = torch.einsum("th,eoh->eto", input, gate_up).chunk(2, -1)
-    hidden = F.silu(gate) * up * dense.t().unsqueeze(-1).to(input.dtype)
-    return torch.einsum("eti,ehi->th", hidden, down)
-
-
-def _routed(experts: hf_experts.Experts) -> Callable[..., Tensor]:
+def routed(experts: Experts) -> Callable[..., Tensor]:
     """Return a layer: the routing of a Mixtral layer in front of its experts."""
 
     def layer(
@@ -69,11 +61,6 @@ def _routed(experts: hf_experts.Experts) -> Callable[..., Tensor]:
         return experts(input, ids, weights / weights.sum(-1, keepdim=True), gate_up, down)
 
     return layer
-
-
-def _peers() -> dict[str, Callable[..., Any]]:
-    experts = {"einsum": _einsum, **hf_experts.installed()}
-    return {name: _routed(function) for name, function in experts.items()}
 
 
 def _layer_case(
@@ -113,7 +100,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 MOE_LAYER = Spec(
     name="moe_layer",
     op=_moe_layer,
-    eager=_routed(_loop),
+    eager=routed(_loop),
     samples=_samples,
     bad_inputs=lambda device: [],
     bench_case=_layer_case,
@@ -129,5 +116,4 @@ MOE_LAYER = Spec(
     autocast="lower",
 )
 
-PEERS[MOE_LAYER.name] = _peers
 LAYERS = {MOE_LAYER.name: MOE_LAYER}

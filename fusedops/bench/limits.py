@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -77,21 +78,16 @@ def _copy(device: torch.device, clock: Clock) -> Limit:
     ways: dict[str, Callable[[], object]] = {"copy_": lambda: target.copy_(source)}
     if device.type == "cpu":
         # memmove writes large blocks past the cache, which saves reading the target first.
-        pool = ThreadPoolExecutor(torch.get_num_threads())
-        ways["memmove"] = lambda: _memmove(pool, target, source)
+        threads = torch.get_num_threads()
+        part = -(-size // threads)
+
+        def move(start: int) -> None:
+            count = min(part, size - start)
+            ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, count)
+
+        pool = ThreadPoolExecutor(threads)
+        ways["memmove"] = lambda: list(pool.map(move, range(0, size, part)))
     return _best(ways, 2 * size, clock)
-
-
-def _memmove(pool: ThreadPoolExecutor, target: torch.Tensor, source: torch.Tensor) -> None:
-    total = source.numel() * source.element_size()
-    parts = torch.get_num_threads()
-    part = -(-total // parts)
-
-    def move(start: int) -> None:
-        size = min(part, total - start)
-        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size)
-
-    list(pool.map(move, range(0, total, part)))
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
@@ -103,16 +99,11 @@ def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
 
 
 def _matmul_of_size(device: torch.device, dtype: torch.dtype, clock: Clock, size: int) -> Limit:
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     ways: dict[str, Callable[[], object]] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
     if device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        linear = torch.ops.mkldnn._linear_pointwise
-
-        def onednn() -> object:
-            return linear(a, b, None, "none", [], "")
-
+        onednn = partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
         # Some builds and dtypes have no oneDNN kernel; torch.mm then is the only way.
         with suppress(RuntimeError, NotImplementedError):
             onednn()

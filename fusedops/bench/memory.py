@@ -1,13 +1,17 @@
-"""One model's step of training under several memory policies: what it holds, and what it takes.
+"""Steps of training of one model: under several memory policies, and with and without an arena.
 
-All variants are copies of one patched model, are interleaved in one process, and must give the same
-loss and gradients to the bit.
+Variants are copies of one model and are interleaved. Policies must give the same loss and gradients
+to the bit. An arena is measured with the system's allocator untuned: each fresh process trains both
+copies, which must have the same losses and weights; the result is the median of the processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +21,20 @@ from torch import nn
 
 import fusedops
 from fusedops import memory
-from fusedops.bench.model_zoo import ModelFamily, ModelSize
+from fusedops.bench.model_zoo import FAMILIES, ModelFamily, ModelSize
 from fusedops.bench.results import dtype_name
+from fusedops.memory.arena import StepArena
+from fusedops.memory.arena.usage import ArenaReport
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.report import MemoryReport
-from fusedops.runtime.timer import Clock, TimingPlan, Variant, measure
+from fusedops.optim import AdamW
+from fusedops.runtime import host
+from fusedops.runtime.timer import Clock, TimingPlan, Variant, clock_for, measure
 
 PLAIN = "plain"
+_ARENA = "arena"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+_WARM_UP = 5  # steps in an arena: its plan is final after three
 
 
 def policies(names: list[str]) -> dict[str, memory.Policy]:
@@ -73,11 +83,10 @@ def run_case(
     model = family.build(size).to(device, dtype).train()
     fusedops.patch(model)
     batch = family.batch(size, device, dtype, labels=True)
-    chosen = policies(list(lists_of(model)))
     models: dict[str, nn.Module] = {}
     reports: dict[str, MemoryReport] = {}
     results: dict[str, list[torch.Tensor]] = {}
-    for name, policy in chosen.items():
+    for name, policy in policies(list(lists_of(model))).items():
         report(f"{name}: bytes")
         models[name] = copy.deepcopy(model)
         memory.apply(models[name], policy)
@@ -87,25 +96,16 @@ def run_case(
     variants = [Variant(name, partial(_step, model, batch)) for name, model in models.items()]
     timing = measure(variants, clock, plan)
     rows = []
-    for name in chosen:
+    for name in models:
         spread, ratio = timing.spread(name), timing.ratio(name, PLAIN)
-        same = all(torch.equal(a, b) for a, b in zip(results[name], results[PLAIN], strict=True))
         rows.append(
             MemoryRow(
-                family.name,
-                size.label,
-                dtype_name(dtype),
-                name,
-                reports[name].activations,
-                reports[name].dynamic,
-                spread.median * 1e3,
-                spread.q1 * 1e3,
-                spread.q3 * 1e3,
-                ratio.median,
-                ratio.q1,
-                ratio.q3,
+                *(family.name, size.label, dtype_name(dtype), name),
+                *(reports[name].activations, reports[name].dynamic),
+                *(1e3 * spread.median, 1e3 * spread.q1, 1e3 * spread.q3),
+                *(ratio.median, ratio.q1, ratio.q3),
                 timing.trusted(name),
-                same,
+                all(map(torch.equal, results[name], results[PLAIN])),
             )
         )
     return rows, reports
@@ -122,8 +122,87 @@ def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     """Return the loss and the gradients of a step."""
     torch.manual_seed(0)
     loss = _step(model, batch)
-    gradients = [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     model.zero_grad(set_to_none=True)
-    return [loss, *gradients]
+    return [loss, *grads]
+
+
+@dataclass(frozen=True)
+class ArenaStepSettings:
+    """Which step is measured in an arena."""
+
+    family: str  # of the model
+    size: ModelSize  # of it
+    dtype: torch.dtype  # of the weights
+    seconds: float  # of one process
+    threads: int  # of it; 0: one per physical core
+    processes: int  # how many, one after another
+    patched: bool = False  # whether ``fusedops.patch`` fuses the model: fewer temporaries
+
+
+@dataclass(frozen=True)
+class ArenaStepRow:
+    """One process."""
+
+    plain_ms: float  # median of the step without an arena
+    arena_ms: float  # of the step in one
+    speedup: float  # plain by arena, median of the rounds' ratios
+    speedup_q1: float  # lower quartile of these
+    speedup_q3: float  # upper quartile
+    trusted: bool  # whether enough samples were undisturbed
+    same_bits: bool  # whether losses and weights of both are equal after all steps
+    report: ArenaReport  # of the arena
+
+
+def arena_steps(settings: ArenaStepSettings) -> list[ArenaStepRow]:
+    """Return a row per process."""
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for _ in range(settings.processes):
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            rows.append(pool.submit(_arena_step, settings).result())
+    return rows
+
+
+def _arena_step(settings: ArenaStepSettings) -> ArenaStepRow:
+    torch.set_num_threads(settings.threads or host.physical_cores())
+    device = torch.device("cpu")
+    family = FAMILIES[settings.family]
+    model = family.build(settings.size).to(settings.dtype).train()
+    if settings.patched:
+        fusedops.patch(model)
+    batch = family.batch(settings.size, device, settings.dtype, labels=True)
+    models = {PLAIN: model, _ARENA: copy.deepcopy(model)}
+    arena = memory.use_arena(models[_ARENA])
+    arenas = {PLAIN: None, _ARENA: arena}
+    steps = {name: _training_step(one, batch, arenas[name]) for name, one in models.items()}
+    losses = [[step() for _ in range(_WARM_UP)] for step in steps.values()]
+    weights = (one.parameters() for one in models.values())
+    same_bits = all(map(torch.equal, *losses)) and all(map(torch.equal, *weights))
+    variants = [Variant(name, step) for name, step in steps.items()]
+    timing = measure(variants, clock_for(device), TimingPlan(seconds=settings.seconds))
+    ratio = timing.ratio(PLAIN, _ARENA)
+    return ArenaStepRow(
+        1e3 * timing.spread(PLAIN).median,
+        1e3 * timing.spread(_ARENA).median,
+        *(ratio.median, ratio.q1, ratio.q3),
+        all(timing.trusted(name) for name in steps),
+        same_bits,
+        arena.report(),
+    )
+
+
+def _training_step(
+    model: nn.Module, batch: Any, arena: StepArena | None = None
+) -> Callable[..., torch.Tensor]:
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+
+    def step(_: object = None) -> torch.Tensor:
+        with contextlib.nullcontext() if arena is None else arena.step():
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+    return step

@@ -245,11 +245,7 @@ def _encoder(name: str, prefix: str, options: dict[str, Any] | None = None) -> M
 
 
 _NO_GPT2_DROPOUT: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-_OPT: dict[str, Any] = {
-    "ffn_dim": _four_times,
-    "word_embed_proj_dim": _HIDDEN,
-    "dropout": 0.0,
-}
+_OPT: dict[str, Any] = {"ffn_dim": _four_times, "word_embed_proj_dim": _HIDDEN, "dropout": 0.0}
 _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 

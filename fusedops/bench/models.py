@@ -17,35 +17,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
-from fusedops.bench.cases import BenchSettings, lead, timed_row, ulps
-from fusedops.bench.contenders import (
-    AUTOMATIC,
-    COMPILE,
-    EAGER,
-    backends_since,
-    error_line,
-    is_ours,
-)
+from fusedops.bench.cases import lead, timed_row, ulps
+from fusedops.bench.contenders import backends_since, error_line
 from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
-from fusedops.bench.results import BenchRow, dtype_name
+from fusedops.bench.results import AUTOMATIC, COMPILE, EAGER, BenchRow, dtype_name, is_ours
+from fusedops.bench.runner import BenchSettings
 from fusedops.integrations import patch
 from fusedops.runtime.peak import peak_bytes
 from fusedops.runtime.timer import Clock, Timing, TimingPlan, Variant, measure
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
 MODES = (TRAINING, FORWARD, DECODING)
-
-Patch = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class ModelSettings(BenchSettings):
-    """Where and how a model is measured."""
-
-    memory: bool  # measure the peak of a run too
-    patch: Patch = patch  # what is done to the model that is ours
-    calibrate: bool = False  # by ``patch``, on a batch of the case
 
 
 @dataclass(frozen=True)
@@ -132,7 +115,7 @@ def affordable(mode: str, size: ModelSize, dtype: torch.dtype, device: torch.dev
     return size
 
 
-def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
+def run_case(case: ModelCase, settings: BenchSettings) -> FamilyResult:
     """Measure a family in one mode and dtype."""
     try:
         settings.report("building")
@@ -151,7 +134,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
     backend = ""
     try:
         patched = copy.deepcopy(stock)
-        settings.patch(patched, **_calibration(case, settings))
+        patch(patched, **_calibration(case, settings))
         ours = _contender(AUTOMATIC, patched, patched, case, settings.device)
         before = backends.counters()
         values = ours.values()
@@ -205,7 +188,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
     return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
 
 
-def _calibration(case: ModelCase, settings: ModelSettings) -> dict[str, Any]:
+def _calibration(case: ModelCase, settings: BenchSettings) -> dict[str, Any]:
     """Return the arguments of ``patch`` that let it calibrate; when decoding, on single tokens."""
     if not settings.calibrate:
         return {}
@@ -216,13 +199,9 @@ def _calibration(case: ModelCase, settings: ModelSettings) -> dict[str, Any]:
 
 
 def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return what of ``ours`` is further from ``truth`` than rounding explains.
+    """Return what of the patched model is further from float64 than rounding explains.
 
-    Args:
-        ours: of the patched model.
-        stock: of the same model unpatched.
-        truth: of that model in float64.
-        dtype: of the weights.
+    ``stock`` is of the same model unpatched, ``truth`` of that in float64.
     """
     problems = []
     depth = truth.logits.shape[-2] if truth.logits.dim() > 1 else 1
@@ -264,23 +243,19 @@ def _contender(
     if case.mode == DECODING:
         decoder = GivenTokenDecoder(case.family, model, case.size, device)
         decoder.model = call
-        return ModelContender(
-            name,
-            model,
-            decoder.prepare,
-            decoder.run,
-            lambda: Values(decoder.run(decoder.prepare())),
-        )
+
+        def decoded() -> Values:
+            return Values(decoder.run(decoder.prepare()))
+
+        return ModelContender(name, model, decoder.prepare, decoder.run, decoded)
     dtype = next(model.parameters()).dtype
     inputs = case.family.batch(case.size, device, dtype, labels=case.mode == TRAINING)
     if case.mode == FORWARD:
-        return ModelContender(
-            name,
-            model,
-            lambda: None,
-            lambda _: _forward(call, inputs),
-            lambda: Values(_forward(call, inputs).logits),
-        )
+
+        def forward(_: Any = None) -> Any:
+            return _forward(call, inputs)
+
+        return ModelContender(name, model, lambda: None, forward, lambda: Values(forward().logits))
     return ModelContender(
         name,
         model,
@@ -300,7 +275,7 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
     output = call(**inputs)
     output.loss.backward()
     named = model.named_parameters()
-    grads = {name: module.grad for name, module in named if module.grad is not None}
+    grads = {name: weight.grad for name, weight in named if weight.grad is not None}
     model.zero_grad(set_to_none=True)
     return Values(output.logits.detach(), output.loss.detach(), grads)
 
@@ -316,7 +291,7 @@ def _truth(stock: nn.Module, case: ModelCase, device: torch.device) -> tuple[Val
     return values, counter.get_total_flops()
 
 
-def _peak(contender: ModelContender, settings: ModelSettings) -> int | None:
+def _peak(contender: ModelContender, settings: BenchSettings) -> int | None:
     if not settings.memory:
         return None
     value = contender.prepare()

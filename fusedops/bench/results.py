@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusedops.bench import machine
-from fusedops.bench.limits import Limits
 from fusedops.bench.tables import csv_text
-from fusedops.runtime.timer import TimingPlan
 from fusedops.terminal import files
 
 FORMAT = 1
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 DIRECTIONS = (FORWARD, BACKWARD, BOTH)
+EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
+
+
+def is_ours(variant: str) -> bool:
+    """Return whether fusedops computes what the variant of this name does."""
+    return variant.split(":")[0] == AUTOMATIC
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class BenchRow:
     @property
     def ours(self) -> bool:
         """Whether fusedops computed it."""
-        return self.variant.split(":")[0] == "fusedops"
+        return is_ours(self.variant)
 
 
 @dataclass(frozen=True)
@@ -105,40 +108,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def record_of(
-    here: dict[str, Any],
-    plan: TimingPlan,
-    limits: Limits,
-    rows: Sequence[BenchRow],
-    notes: Sequence[str],
-    **settings: Any,
-) -> BenchRecord:
-    """Return the record of a measurement that ends now.
-
-    Args:
-        here: ``machine.describe``, from before it.
-        plan: of the timer.
-        limits: of the machine.
-        rows: the figures.
-        notes: what could not be measured and why.
-        **settings: further ones.
-    """
-    if here["device"] == "cuda":
-        # The first state is of an idle GPU, this one of a warm one.
-        here = here | {"gpu_state_after": machine.gpu_state()}
-    rounds = {"least_rounds": plan.least, "most_rounds": plan.most}
-    return BenchRecord(
-        machine=here,
-        versions=machine.versions(),
-        git=machine.git_commit(),
-        settings=settings | {"seconds": plan.seconds} | rounds,
-        limits=asdict(limits),
-        rows=tuple(rows),
-        notes=tuple(dict.fromkeys(notes)),
-        created=machine.now(),
-    )
-
-
 def save_json(path: str | os.PathLike[str], record: BenchRecord) -> None:
     """Write a record, all or nothing."""
     files.write_json(path, {"format": FORMAT, **asdict(record)})
@@ -169,12 +138,12 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
 
 
 def save_csv(path: str | os.PathLike[str], record: BenchRecord) -> None:
-    """Write the rows of a record as CSV, all or nothing."""
+    """Write the rows as CSV, each with where, when and with what it was measured."""
     files.write_text(path, to_csv(record))
 
 
 def to_csv(record: BenchRecord) -> str:
-    """Return the rows as CSV, each with where, when and with what it was measured."""
+    """Return the rows as CSV."""
     common = {
         "device": record.machine["slug"],
         "device_name": record.machine["name"],
@@ -185,36 +154,28 @@ def to_csv(record: BenchRecord) -> str:
         "commit": record.git.get("commit", "")[:12] + "+" * bool(record.git.get("changed")),
         "created": record.created,
     }
+    # Four significant digits say more than seventeen.
     rows = [
-        {key: _cell(value) for key, value in asdict(row).items()} | common for row in record.rows
+        {key: f"{cell:.4g}" if isinstance(cell, float) else cell for key, cell in values.items()}
+        | common
+        for values in map(asdict, record.rows)
     ]
     return csv_text(rows, [*(field.name for field in fields(BenchRow)), *common])
 
 
-def save_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
-    """Write ``folder/<device>/<op>-<dtype>.csv`` for each op and dtype measured; return them."""
-    return _save_parts(folder, record, "{}-{}.csv", save_csv)
-
-
-def save_model_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
-    """Write ``folder/<device>/models-<family>-<dtype>.json`` for each measured; return them."""
-    return _save_parts(folder, record, "models-{}-{}.json", save_json)
-
-
-def _save_parts(
+def save_parts(
     folder: str | os.PathLike[str],
     record: BenchRecord,
     name: str,
     save: Callable[[Path, BenchRecord], None],
 ) -> list[Path]:
+    """Write a file for each op, or family, and dtype into ``folder/<device>``; return them.
+
+    ``name`` has places for both: ``"models-{}-{}.json"``; ``save`` writes one.
+    """
     target = files.make_folder(Path(folder) / record.machine["slug"])
     written = []
     for key, part in record.parts().items():
         written.append(target / name.format(*key))
         save(written[-1], part)
     return written
-
-
-def _cell(value: Any) -> Any:
-    """Return a value as a CSV cell: four significant digits say more than seventeen."""
-    return f"{value:.4g}" if isinstance(value, float) else value

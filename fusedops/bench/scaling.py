@@ -92,16 +92,10 @@ class ScalingRow(InterleavedRow):
 def measure(
     work: ScalingWork, names: Sequence[str], seconds: float, report: Callable[[str], None] = print
 ) -> list[ScalingRow]:
-    """Measure interleaved settings.
+    """Measure interleaved settings, for about so many seconds each; return a row for each.
 
-    Args:
-        work: what is trained.
-        names: of ``SETTINGS``; the first one measured is ``FIRST``.
-        seconds: for each setting, about.
-        report: is called with what is being done.
-
-    Returns:
-        A row for each setting.
+    ``names`` are of ``SETTINGS``; the first one measured is ``FIRST``. ``report`` is called with
+    what is being done.
 
     Raises:
         RuntimeError: a process failed; with what it said.
@@ -126,11 +120,8 @@ def predicted(
 ) -> float | None:
     """Return the seconds of a setting's step by the planner, ``None`` for a patched model.
 
-    Args:
-        work: what is trained.
-        setting: how.
-        devices: processes of one thread, and of two (``fusedops bench device --threads``); without
-            one of the setting's threads, the first one's products are scaled by their number.
+    ``devices`` are processes of one thread, and of two (``fusedops bench device --threads``);
+    without one of the setting's threads, the first one's products are scaled by their number.
     """
     if setting.parallel is None:
         return None

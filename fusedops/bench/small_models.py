@@ -65,12 +65,8 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a training step (with clipping and AdamW); it returns the loss.
 
-    Args:
-        config: the model.
-        parallel: how it is spread over the processes of this job.
-        sequences: of a step, of all processes together.
-        device: of this process; the CPU by default.
-        dtype: of the weights.
+    ``parallel`` spreads the model over the processes of this job, which take the ``sequences``
+    of a step together; this one is on ``device``, the CPU by default, with weights in ``dtype``.
     """
     model = Transformer(config, device="meta", dtype=dtype)
     run = parallelize(model, parallel, device=device, seed=_SEED)
@@ -91,8 +87,10 @@ def training_step(
     return step
 
 
-def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences: int) -> StepShape:
-    """Return what the planner knows of a float32 step of ``training_step``.
+def shape_of_step(
+    config: TransformerConfig, parallel: ParallelConfig, sequences: int, precision: str = "float32"
+) -> StepShape:
+    """Return what the planner knows of a step of ``training_step``.
 
     Pipelines are cut as ``parallelize`` cuts them; the planner's own search balances stages alone.
     """
@@ -102,7 +100,7 @@ def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences
         runs = layer_runs(config, parallel, order)
         parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
     rows = sequences // (parallel.dp * parallel.microbatches)
-    training = TrainingShape(micro_batch=rows, precision="float32")
+    training = TrainingShape(micro_batch=rows, precision=precision)
     return step_shape(config, Layout(parallel, training))
 
 

@@ -1,9 +1,9 @@
-"""Pictures of measurements: bars and dots of speed-ups, lines over sizes, buffers in a block."""
+"""Pictures of measurements: bars of speed-ups, lines over sizes, buffers in a block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusedops.terminal.svg import INK, PALETTE, document, element, legend, points, text
@@ -24,14 +24,11 @@ class Bar:
 
 def bars(title: str, lines: Sequence[Bar]) -> str:
     """Return the SVG, a line per bar in the given order."""
-    left = _left(line.label for line in lines)
+    left = max(190, round(6.4 * max((len(line.label) for line in lines), default=0)) + 16)
     height = _TOP + _STEP * len(lines) + 10
     longest = max(1.0, *(max(line.ours or 0.0, line.compiled or 0.0) for line in lines))
     scale = (_WIDTH - left - _RIGHT) / longest
-    parts = [
-        *legend(left, 29, "fusedops", _OURS),
-        *legend(left + 95, 29, "torch.compile", _OTHERS),
-    ]
+    parts = [*legend(left, 29, "fusedops", _OURS), *legend(left + 95, 29, "torch.compile", _OTHERS)]
     for index, bar in enumerate(lines):
         y = _TOP + _STEP * index
         end = (bar.ours or 0.0) * scale
@@ -53,60 +50,13 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
     return document(_WIDTH, height, title, parts)
 
 
-def _left(labels: Iterable[str]) -> int:
-    """Return where the space for labels ends."""
-    return max(190, round(6.4 * max(map(len, labels), default=0)) + 16)
-
-
-def dots(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return the SVG of measurements of the same things over time, on a logarithmic axis.
-
-    Args:
-        title: of the picture.
-        rows: labels, and the positive ratios of each from the oldest to the newest.
-    """
-    left = _left(label for label, _ in rows)
-    step, values = 16, [value for _, ratios in rows for value in ratios]
-    height = _TOP + step * len(rows) + 24
-    low, high = math.log(min(0.8, *values)), math.log(max(1.25, *values) * 1.05)
-
-    def place(value: float) -> float:
-        return left + (math.log(value) - low) / (high - low) * (_WIDTH - left - _RIGHT)
-
-    parts = []
-    for tick in (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
-        if low <= math.log(tick) <= high:
-            x, colour = place(tick), _ONE if tick == 1 else _GRID
-            parts += [
-                element("line", x1=x, y1=_TOP - 8, x2=x, y2=height - 18, stroke=colour),
-                text(x, height - 5, f"{tick:g}", text_anchor="middle", fill=INK),
-            ]
-    for index, (label, ratios) in enumerate(rows):
-        y = _TOP + step * index
-        *before, newest = map(place, ratios)
-        parts += [
-            text(left - 8, y + 4, label, text_anchor="end", fill=INK),
-            *(element("circle", cx=x, cy=y, r=3, fill=_OTHERS) for x in before),
-            element("circle", cx=newest, cy=y, r=4, fill=_OURS),
-            text(newest + 8, y + 4, f"{ratios[-1]:.2f}", fill=INK),
-        ]
-    return document(_WIDTH, height, title, parts, font_size=11)
-
-
 _PLOT_HEIGHT, _PLOT_LEFT, _LEGEND_STEP = 360, 70, 16
 
 
 def lines(
     title: str, x_name: str, y_name: str, series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
-    """Return the SVG of one line per series, both axes logarithmic.
-
-    Args:
-        title: of the picture.
-        x_name: what the horizontal axis shows.
-        y_name: what the vertical axis shows.
-        series: positive ``(x, y)`` by name, at least one.
-    """
+    """Return the SVG of one line per series of positive ``(x, y)``, both axes logarithmic."""
     columns = list(zip(*(point for values in series.values() for point in values), strict=True))
     lows = [math.log(min(column)) for column in columns]
     spans = [
@@ -157,9 +107,7 @@ def _powers(base: int, low: float, span: float) -> list[float]:
 def rectangles(title: str, boxes: Sequence[tuple[int, int, int, int]]) -> str:
     """Return a picture of buffers in a block: time to the right, offsets upwards.
 
-    Args:
-        title: what stands above it.
-        boxes: begin and end in time, and first and last offset, of each buffer.
+    ``boxes`` have begin and end in time, and first and last offset, of each buffer.
     """
     left, top, width, height = 20, 40, 720, 400
     begin = min((box[0] for box in boxes), default=0)

@@ -50,15 +50,13 @@ def kendall_tau(pairs: Iterable[tuple[float, float]]) -> float:
         0.3333333333333333
     """
     values = list(pairs)
-    score, first_ties, second_ties, total = 0, 0, 0, 0
-    for index, (a, b) in enumerate(values):
-        for c, d in values[:index]:
-            total += 1
-            first_ties += a == c
-            second_ties += b == d
-            score += _sign(a - c) * _sign(b - d)
-    scale = math.sqrt((total - first_ties) * (total - second_ties))
-    return score / scale if scale else 1.0
+    signs = [
+        (_sign(first[0] - second[0]), _sign(first[1] - second[1]))
+        for index, first in enumerate(values)
+        for second in values[:index]
+    ]
+    scale = math.sqrt(sum(a * a for a, _ in signs) * sum(b * b for _, b in signs))
+    return sum(a * b for a, b in signs) / scale if scale else 1.0
 
 
 def _sign(value: float) -> int:

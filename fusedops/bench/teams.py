@@ -32,19 +32,12 @@ _WARM_UP = 0.3
 
 @dataclass(frozen=True)
 class TeamSetting:
-    """A way of making steps.
+    """A way of making steps."""
 
-    Attributes:
-        name: for messages.
-        processes: how many; of several, each is in a gloo process group of all.
-        threads: of each.
-        make_step: is called in each process; returns what makes a step and returns its loss. It
-            must be picklable.
-    """
-
-    name: str
-    processes: int
-    threads: int
+    name: str  # for messages
+    processes: int  # how many; of several, each is in a gloo process group of all
+    threads: int  # of each
+    # is called in each process; returns what makes a step and returns its loss; picklable
     make_step: Callable[[], Callable[[], float]]
 
 
@@ -69,7 +62,7 @@ def interleaved(
         for setting in settings:
             report(f"starting {setting.name}")
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            team = _Team(setting, Path(folder) / "store")
+            team = Team(setting, Path(folder) / "store")
             stack.callback(team.close)
             teams.append(team)
         losses, steps = [], []
@@ -90,36 +83,39 @@ def interleaved(
     return list(zip(times, losses, strict=True))
 
 
-class _Team:
+class Team:
     """The processes of a setting, waiting for the number of steps to make."""
 
-    def __init__(self, setting: TeamSetting, store: Path) -> None:
+    def __init__(self, setting: TeamSetting, store: Path = Path()) -> None:
+        """Start them; ``store`` is the file by which several of them meet."""
         context = multiprocessing.get_context("spawn")
         self.name = setting.name
         self._links: list[Connection] = []
         self._processes = []
         for rank in range(setting.processes):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(setting, rank, str(store), theirs), daemon=True
-            )
+            given = setting, rank, str(store), theirs
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._links.append(mine)
             self._processes.append(process)
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Make steps, the first one not timed.
-
-        Returns:
-            The seconds of a timed one, of the slowest process, and the loss of the first.
-        """
+        """Make steps; return the seconds of one, of the slowest process, and the first loss."""
         self._signal("SIGCONT")
         for link in self._links:
             link.send(steps)
         answers = [self._answer(link) for link in self._links]
         self._signal("SIGSTOP")
         return max(answer[0] for answer in answers) / steps, answers[0][1]
+
+    def keep_busy(self) -> None:
+        """Make steps until the processes are ended."""
+        self.run(1)
+        self._signal("SIGCONT")
+        for link in self._links:
+            link.send(sys.maxsize)
 
     def _answer(self, link: Connection) -> tuple[float, float]:
         if not link.poll(_PATIENCE):

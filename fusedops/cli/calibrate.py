@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +18,8 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from fusedops._core import backends
-from fusedops.bench.contenders import (
-    AUTOMATIC,
-    EAGER,
-    Contender,
-    ContenderCall,
-    backend_of,
-    backends_since,
-    first_line,
-)
-from fusedops.bench.results import dtype_name
+from fusedops.bench.contenders import ContenderCall, backends_since, first_line
+from fusedops.bench.results import AUTOMATIC, EAGER, dtype_name
 from fusedops.ops.linear_act import linear_act
 from fusedops.runtime.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import BenchCase, all_specs
@@ -61,22 +53,23 @@ class Rate:
     ratio: float | None = None  # time of torch's divided by ours
     trusted: bool = True  # whether nothing else disturbed it, in more rounds than one
     runs_on: str = ""  # the backends that ran
-    gflops: tuple[float, float] | None = None  # of a product, ours and torch's in GFLOP/s
+    gflops: tuple[float, ...] = ()  # of a product, ours and torch's in GFLOP/s
     problem: str = ""  # why it was not measured
 
 
 def show(out: Console, device: torch.device) -> None:
     """Measure products and ops on a device in two seconds, and print a table of each."""
     clock = BriefClock(clock_for(device))
-    work = [*_products(device, clock), *_ops(device, clock)]
+    work: list[Callable[[float], Rate]] = [
+        partial(product_rate, sizes, dtype, device, clock) for dtype in DTYPES for sizes in PRODUCTS
+    ]
+    work += [partial(op_rate, name, dtype, device, clock) for dtype in DTYPES for name in OPS]
     with steps(len(work)) as progress:
         rates: list[Rate] = []
         ends = time.perf_counter() + BUDGET
-        for title, measured in work:
-            progress.describe(title)
-            share = (ends - time.perf_counter()) / (len(work) - len(rates))
-            rates.append(measured(share))
-            progress.advance()
+        for measured in work:
+            rates.append(measured((ends - time.perf_counter()) / (len(work) - len(rates))))
+            progress.done(f"{rates[-1].what} {rates[-1].dtype}")
     products = [rate for rate in rates if rate.what.startswith("linear")]
     _show_rates(out, "products: linear_act and F.linear, forward", products)
     others = [rate for rate in rates if rate not in products]
@@ -92,28 +85,14 @@ def show(out: Console, device: torch.device) -> None:
     )
 
 
-# A row's title, and what measures it in so many seconds.
-Work = tuple[str, Callable[[float], Rate]]
-
-
-def _products(device: torch.device, clock: Clock) -> Iterator[Work]:
-    for dtype in DTYPES:
-        for sizes in PRODUCTS:
-            rows, columns, outputs = sizes
-            what = f"linear {rows}x{columns}->{outputs}"
-            measured = partial(product_rate, what, sizes, dtype, device, clock)
-            yield f"{what} {dtype_name(dtype)}", measured
-
-
 def product_rate(
-    what: str,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
     clock: Clock,
     seconds: float = BUDGET,
 ) -> Rate:
-    """Return the rate of a linear layer, ours and torch's."""
+    """Return the rate of a linear layer of rows, columns and outputs, ours and torch's."""
     rows, columns, outputs = sizes
     x = torch.randn(rows, columns, device=device).to(dtype)
     weight = torch.randn(outputs, columns, device=device).to(dtype)
@@ -125,20 +104,16 @@ def product_rate(
         others = itertools.cycle(weights)
         return lambda: function(next(others))
 
-    ours = over(lambda weight: linear_act(x, weight, bias, activation="identity"))
-    theirs = over(lambda weight: F.linear(x, weight, bias))
-    work = 2 * rows * columns * outputs
     with torch.no_grad():
-        return _rate(what, dtype, ours, theirs, clock, seconds, work)
-
-
-def _ops(device: torch.device, clock: Clock) -> Iterator[Work]:
-    specs = all_specs()
-    for dtype in DTYPES:
-        for name in OPS:
-            case = affordable(specs[name].bench_cases)
-            measured = partial(op_rate, name, case, dtype, device, clock)
-            yield f"{name} {case.label} {dtype_name(dtype)}", measured
+        return _rate(
+            f"linear {rows}x{columns}->{outputs}",
+            dtype,
+            over(lambda weight: linear_act(x, weight, bias, activation="identity")),
+            over(lambda weight: F.linear(x, weight, bias)),
+            clock,
+            seconds,
+            2 * rows * columns * outputs,
+        )
 
 
 def affordable(cases: tuple[BenchCase, ...]) -> BenchCase:
@@ -149,36 +124,26 @@ def affordable(cases: tuple[BenchCase, ...]) -> BenchCase:
         flops = case.flops_forward + case.flops_backward
         return moved / _BYTES_PER_SECOND + flops / _FLOPS
 
-    ordered = sorted(cases, key=seconds)
-    return next(
-        (candidate for candidate in reversed(ordered) if seconds(candidate) <= _LONGEST), ordered[0]
-    )
+    smallest, *others = sorted(cases, key=seconds)
+    return next((case for case in reversed(others) if seconds(case) <= _LONGEST), smallest)
 
 
 def op_rate(
-    name: str,
-    case: BenchCase,
-    dtype: torch.dtype,
-    device: torch.device,
-    clock: Clock,
-    seconds: float = BUDGET,
+    name: str, dtype: torch.dtype, device: torch.device, clock: Clock, seconds: float = BUDGET
 ) -> Rate:
     """Return how an op compares with what its spec calls eager, forward and backward."""
     spec = all_specs()[name]
+    case = affordable(spec.bench_cases)
     what = f"{name} {case.label}"
     try:
         call = ContenderCall.of(spec, case.make(device, dtype))
     except RuntimeError as error:
         return Rate(what, dtype_name(dtype), problem=first_line(error))
-    return _rate(
-        what,
-        dtype,
-        lambda: call.backward(call.forward(spec.op)),
-        lambda: call.backward(call.forward(spec.eager)),
-        clock,
-        seconds,
-        runs_on=backend_of(Contender(AUTOMATIC, spec.op), call),
-    )
+
+    def over(function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: call.backward(call.forward(function))
+
+    return _rate(what, dtype, over(spec.op), over(spec.eager), clock, seconds)
 
 
 def _rate(
@@ -189,7 +154,6 @@ def _rate(
     clock: Clock,
     seconds: float,
     work: int = 0,
-    runs_on: str = "",
 ) -> Rate:
     before = backends.counters()
     start = time.perf_counter()
@@ -201,28 +165,27 @@ def _rate(
         timing = measure(variants, clock, TimingPlan(1, _MOST_ROUNDS, rounds))
     except RuntimeError as error:
         return Rate(what, dtype_name(dtype), problem=first_line(error))
-    rates = [work / timing.spread(name).median * 1e-9 for name in (AUTOMATIC, EAGER)]
+    rates = (work / timing.spread(name).median * 1e-9 for name in (AUTOMATIC, EAGER))
     return Rate(
         what,
         dtype_name(dtype),
         timing.ratio(EAGER, AUTOMATIC).median,
         timing.trusted(EAGER) and timing.trusted(AUTOMATIC) and len(timing.rounds[EAGER]) > 1,
-        runs_on or ran,
-        (rates[0], rates[1]) if work else None,
+        ran,
+        tuple(rates) if work else (),
     )
 
 
 def _show_rates(out: Console, title: str, rates: list[Rate]) -> None:
-    with_rates = any(rate.gflops for rate in rates)
-    rate_names = ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ()
+    names = ("ours GFLOP/s", "torch GFLOP/s") if any(rate.gflops for rate in rates) else ()
     cells = []
     for row in rates:
-        gflops, ratio = ["-"] * len(rate_names), "-"
+        gflops, ratio = ["-"] * len(names), "-"
         if row.ratio is not None and not row.trusted:
             ratio = DISTURBED
         elif row.ratio is not None:
-            gflops = [f"{rate:.0f}" for rate in row.gflops or ()]
+            gflops = [f"{rate:.0f}" for rate in row.gflops]
             ratio = f"[{'green' if row.ratio > 1 else 'red'}]{row.ratio:.2f}[/]"
         cells.append((row.what, row.dtype, *gflops, ratio, row.problem or row.runs_on))
-    columns = ("", "dtype", *number_columns(*rate_names, "x torch"), "runs on")
+    columns = ("", "dtype", *number_columns(*names, "x torch"), "runs on")
     show_table(out, columns, cells, title=title, title_justify="left")

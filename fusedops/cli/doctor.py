@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops.terminal import files
 from fusedops.terminal.progress import steps
@@ -29,13 +30,9 @@ _SECONDS = 24.0
 
 
 def doctor(
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: all available.")] = "",
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Also time products and ops against torch.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead, for a bug report.")
-    ] = False,
+    device: Annotated[str, Option(help="cpu or cuda; default: all available.")] = "",
+    calibrate: Annotated[bool, Option("--calibrate", help="Also time ops against torch.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Show what is installed, the backend and test result of each op, and what costs speed.
 
@@ -81,12 +78,8 @@ def doctor(
 def _devices(text: str) -> list[torch.device]:
     import torch
 
-    here = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        here.append(torch.device("cuda"))
-    if not text:
-        return here
-    devices = [device for device in here if device.type == text]
+    here = [torch.device(name) for name in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
+    devices = [device for device in here if text in ("", device.type)]
     if not devices:
         known = ", ".join(device.type for device in here)
         raise files.UserError(f"no device {text!r} here; this torch sees {known}: give one of them")
@@ -134,21 +127,20 @@ def _show_installed(out: Console, record: dict[str, Any]) -> None:
 
     from fusedops.bench import machine
 
-    out.rule("installed", align="left")
     versions = record["versions"]
     here = machine.machine(torch.device("cpu"))
-    out.print(f"  CPU            {here.name} ({here.slug})")
     gpu = "none that this torch sees"
     if torch.cuda.is_available():
         card = machine.machine(torch.device("cuda"))
         gpu = f"{card.name}, CUDA {versions['cuda']}, driver {versions['driver']}"
-    out.print(f"  GPU            {gpu}")
-    for package in ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel"):
-        out.print(f"  {package:14} {versions.get(package, 'not installed')}")
-    for name, state in record["kernels"].items():
+    packages = ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel")
+    lines = [("CPU", f"{here.name} ({here.slug})"), ("GPU", gpu)]
+    lines += [(package, versions.get(package, "not installed")) for package in packages]
+    lines += record["kernels"].items()
+    lines += [("environment", f"{name}={value}") for name, value in record["environment"].items()]
+    out.rule("installed", align="left")
+    for name, state in lines:
         out.print(f"  {name:14} {state}", markup=False)
-    for name, value in record["environment"].items():
-        out.print(f"  {'environment':14} {name}={value}", markup=False)
     for message in record["warnings"]:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
 
@@ -185,9 +177,10 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
             progress.advance()
     for outcome in outcomes:
         _show_outcome(out, outcome)
-    total = sum(outcome.seconds for outcome in outcomes)
-    checks = sum(outcome.checks for outcome in outcomes)
-    skipped = sum(outcome.skipped for outcome in outcomes)
+    total, checks, skipped = (
+        sum(getattr(outcome, name) for outcome in outcomes)
+        for name in ("seconds", "checks", "skipped")
+    )
     rest = f" ({skipped} more skipped: this machine is busy)" if skipped else ""
     out.print(
         f"  {checks} calls compared with float64, values and gradients, in {total:.1f} s{rest}"

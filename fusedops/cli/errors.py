@@ -22,44 +22,42 @@ def report_errors_once(*, lost: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except files.UserError as error:
+        if env.is_first():
+            print_message(f"fusedops: error: {error}")
+        raise SystemExit(2) from None
     except Exception as error:
-        code = _code(error)
-        if code is None and not _is_lost(error):
-            raise
-        if code is None:
+        import torch.distributed as dist
+
+        from fusedops.checkpoint import CheckpointError, GuardError
+        from fusedops.generation import NonFiniteLogitsError
+        from fusedops.launch.job import RendezvousError
+
+        # Each process that gets it has to report it.
+        of_one_process = isinstance(error, RendezvousError)
+        if of_one_process or isinstance(error, (CheckpointError, GuardError, NonFiniteLogitsError)):
+            if of_one_process or env.is_first():
+                print_message(f"fusedops: error: {error}")
+        elif isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        ):
             text = str(error).strip().splitlines()[0]
             print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
-        elif env.is_first() or _is_of_one_process(error):
-            print_message(f"fusedops: error: {error}")
-        raise SystemExit(code or 1) from None
+        else:
+            raise
+        raise SystemExit(1) from None
+
+
+def start_processes(count: int) -> None:
+    """Start this command on processes and leave with their code, unless a launcher has done so."""
+    from fusedops.launch.job import join_job
+    from fusedops.launch.processes import launch
+
+    join_job()
+    if env.launched() is None:
+        raise SystemExit(launch(count, sys.argv[1:]))
 
 
 def print_message(text: str) -> None:
     """Print a line to stderr, separate from the output."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _code(error: Exception) -> int | None:
-    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
-    if isinstance(error, files.UserError):
-        return 2
-    from fusedops.checkpoint import CheckpointError, GuardError
-    from fusedops.generation import NonFiniteLogitsError
-
-    failures = CheckpointError, GuardError, NonFiniteLogitsError
-    return 1 if isinstance(error, failures) or _is_of_one_process(error) else None
-
-
-def _is_of_one_process(error: Exception) -> bool:
-    """Whether each process that gets this error has to report it."""
-    from fusedops.launch.job import RendezvousError
-
-    return isinstance(error, RendezvousError)
-
-
-def _is_lost(error: Exception) -> bool:
-    """Whether a communication failed because another process ended."""
-    import torch.distributed as dist
-
-    network = isinstance(error, dist.DistError)
-    return network or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -12,6 +12,7 @@ from typing import Annotated
 
 try:
     import typer
+    from typer import Option
 except ImportError:
     sys.stderr.write("fusedops: error: the command needs typer: pip install 'fusedops[cli]'\n")
     raise SystemExit(2) from None
@@ -44,7 +45,7 @@ def _show_version(requested: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,19 @@ from fusedops.terminal.console import console, print_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fusedops.bench.results import BenchRecord
+
 # A file, if it was asked for, and what writes it.
 Writer = tuple[str | Path | None, Callable[[Any], object]]
+
+
+@contextmanager
+def checked(*paths: str | Path | None, results: Path | None = None) -> Iterator[None]:
+    """Check environment and outputs, then run the block; a ``UserError`` ends it with a line."""
+    with files.one_line_errors():
+        files.check_environment()
+        check_outputs(*paths, results=results)
+        yield
 
 
 def check_outputs(*paths: str | Path | None, results: Path | None = None) -> None:
@@ -26,11 +38,6 @@ def check_outputs(*paths: str | Path | None, results: Path | None = None) -> Non
     if results is not None:
         files.make_folder(results)
         files.check_writable(results / "probe")
-
-
-def json_file(path: str | Path | None, record: Any) -> Writer:
-    """Return what writes a record, if its file was asked for."""
-    return path, partial(files.write_json, value=record)
 
 
 def text_file(path: str | Path | None, make: Callable[[], str]) -> Writer:
@@ -62,15 +69,42 @@ def deliver(
 ) -> None:
     """Show a result and write its files: a full disk must not cost what is shown.
 
-    Args:
-        record: what JSON gets.
-        path: of the JSON; ``"-"``: print it, and nothing else.
-        show: prints the result.
-        *others: further files.
+    JSON gets the record; a path of ``"-"`` prints it, and nothing else.
     """
     if path == "-":
         print(json.dumps(record, indent=1))
         return
     out = console()
     show(out)
-    write_all([json_file(path, record), *others], out)
+    write_all([(path, partial(files.write_json, value=record)), *others], out)
+
+
+def deliver_record(
+    record: BenchRecord,
+    json_file: Path | None,
+    csv_file: Path | None,
+    svg_file: Path | None,
+    results: Path | None,
+    *,
+    name: str,
+) -> None:
+    """Show a record of ``fusedops bench`` and write its files.
+
+    ``results`` gets a folder of the device, with a file for each op, or family, and dtype; their
+    ``name`` is as ``save_parts`` takes it.
+    """
+    from fusedops.bench import report
+    from fusedops.bench.results import save_csv, save_json, save_parts
+
+    out = console()
+    report.show(record, out)
+    save = save_csv if name.endswith(".csv") else save_json
+    write_all(
+        [
+            (json_file, partial(save_json, record=record)),
+            (csv_file, partial(save_csv, record=record)),
+            (svg_file, partial(report.save_svg, record=record)),
+            (results, partial(save_parts, record=record, name=name, save=save)),
+        ],
+        out,
+    )

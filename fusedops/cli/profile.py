@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fusedops.cli import output
 from fusedops.terminal import files
@@ -38,34 +38,21 @@ class _Profile:
     shape: RunShape
     steps: int
     ranks: list[RankTimes]
-    groups: list[GroupTimes] = field(default_factory=list)
+    groups: list[GroupTimes]
+    notes: list[str]
     findings: list[Finding] = field(default_factory=list)
     kernels: dict[str, tuple[float, int]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     traces: list[TraceFile] = field(default_factory=list)
     offsets: dict[int, float] = field(default_factory=dict)  # of the traces' clocks
     memory: dict[str, Any] | None = None  # of one rank and step, by layer and kind
 
 
 def profile(
-    folder: Annotated[
-        str, typer.Argument(help="A run of fusedops train, or a folder of torch.profiler's traces.")
-    ],
-    compare: Annotated[
-        str, typer.Option(help="Another such folder: how many times longer this one takes.")
-    ] = "",
-    worst: Annotated[int, typer.Option(min=1, help="Slowest ranks to show.")] = 5,
-    json_file: Annotated[
-        str, typer.Option("--json", help="Write everything to a file; -: print it instead.")
-    ] = "",
-    trace_file: Annotated[
-        str,
-        typer.Option(
-            "--trace",
-            help="Write the slowest traces of a folder as one trace by one clock, for Perfetto "
-            "(ui.perfetto.dev).",
-        ),
-    ] = "",
+    folder: Annotated[str, Argument(help="A run, or a folder of torch.profiler's traces.")],
+    compare: Annotated[str, Option(help="Another such folder, to compare with.")] = "",
+    worst: Annotated[int, Option(min=1, help="Slowest ranks to show.")] = 5,
+    json_file: Annotated[str, Option("--json", help="Write a file; -: print it instead.")] = "",
+    trace_file: Annotated[str, Option("--trace", help="Merge traces, for ui.perfetto.dev.")] = "",
 ) -> None:
     """Print where the steps of each rank spend their time, and what a job could gain.
 
@@ -122,16 +109,15 @@ def _records(folder: str) -> _Profile:
     if not timings.steps:
         notes = "".join(f" ({note})" for note in timings.notes)
         raise files.UserError(f"{folder} has no complete step yet{notes}: wait for its first step")
-    memory = memory_records(Path(folder))
     return _Profile(
         folder,
         timings.shape,
         len(timings.steps),
         rank_times(timings),
         group_times(timings),
-        find_all(timings),
-        notes=timings.notes,
-        memory=max(memory, key=lambda record: record["dynamic"], default=None),
+        timings.notes,
+        findings=find_all(timings),
+        memory=max(memory_records(Path(folder)), key=lambda found: found["dynamic"], default=None),
     )
 
 
@@ -164,10 +150,9 @@ def _traces(folder: str) -> _Profile:
 
     traces = read_traces(folder, processes=os.cpu_count() or 1)
     kernels: dict[str, tuple[float, int]] = {}
-    for trace in traces:
-        for name, (seconds, calls) in trace.kernels.items():
-            before = kernels.get(name, (0.0, 0))
-            kernels[name] = before[0] + seconds, before[1] + calls
+    for name, (seconds, calls) in (item for trace in traces for item in trace.kernels.items()):
+        before = kernels.get(name, (0.0, 0))
+        kernels[name] = before[0] + seconds, before[1] + calls
     ranks = [trace.times for trace in traces if trace.times is not None]
     notes = [trace.note for trace in traces if trace.note]
     present = {times.rank for times in ranks}
@@ -193,17 +178,9 @@ def _traces(folder: str) -> _Profile:
             "a step"
         )
     shape = RunShape({"pp": 1, "dp": len(ranks), "cp": 1, "tp": 1, "ep": 1})
-    return _Profile(
-        folder,
-        shape,
-        0,
-        ranks,
-        link_times(together),
-        kernels=kernels,
-        notes=notes,
-        traces=traces,
-        offsets=offsets,
-    )
+    groups = link_times(together)
+    further: dict[str, Any] = {"kernels": kernels, "traces": traces, "offsets": offsets}
+    return _Profile(folder, shape, 0, ranks, groups, notes, **further)
 
 
 def _show(profiled: _Profile, worst: int, out: Console) -> None:
@@ -227,7 +204,7 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
     for item in what_if(profiled.shape, profiled.ranks, profiled.groups)[:worst]:
         out.print(
             f"if {item.name} {listed(item.ranks)} were as fast as the median: "
-            f"{1e3 * item.seconds:.1f} ms a step, {1e3 * item.saved:.1f} ms less",
+            f"{1e3 * item.seconds:.1f} ms a step, {1e3 * item.saved:.1f} ms less"
         )
     for finding in profiled.findings:
         style = "red" if finding.severe else "yellow"
@@ -241,15 +218,10 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
 def _show_ranks(ranks: Sequence[RankTimes], factors: dict[int, float], out: Console) -> None:
     sections = ["step", "computing", "communication", "not_overlapped", "bubble", "preparing"]
     sections.append("free")
-    cells = (
-        (
-            times.rank,
-            times.stage,
-            *(f"{1e3 * getattr(times, name):.1f}" for name in sections),
-            f"{factors[times.rank]:.2f}x",
-        )
-        for times in ranks
-    )
+    cells = []
+    for times in ranks:
+        figures = (f"{1e3 * getattr(times, name):.1f}" for name in sections)
+        cells.append((times.rank, times.stage, *figures, f"{factors[times.rank]:.2f}x"))
     names = (name.replace("_", " ") for name in sections)
     columns = number_columns("rank", "stage", *names, "by its peers")
     show_table(out, columns, cells, title="ms of a step")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-import typer
+from typer import Argument, Option
 
 from fusedops.terminal import files
 from fusedops.terminal.progress import activity
@@ -21,31 +21,22 @@ _FILE = "report.html"
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="Folder of a run of fusedops train.")],
-    out: Annotated[str, typer.Option(help="File to write; default: report.html in the run.")] = "",
-    plan: Annotated[
-        str,
-        typer.Option(help="A JSON file of fusedops plan time --device: predicted and measured."),
-    ] = "",
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the page while the run continues, until Ctrl-C.")
-    ] = False,
+    run: Annotated[str, Argument(help="Folder of a run of fusedops train.")],
+    out: Annotated[str, Option(help="File to write; default: report.html in the run.")] = "",
+    plan: Annotated[str, Option(help="JSON of fusedops plan time, to compare.")] = "",
+    watch: Annotated[bool, Option("--watch", help="Serve the page until Ctrl-C.")] = False,
     host: Annotated[
-        str, typer.Option(help="With --watch: address to listen on; others may then read the run.")
+        str, Option(help="With --watch: address to listen on; others may then read the run.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --watch; 0: any free.")] = 8080,
-    every: Annotated[int, typer.Option(min=1, help="With --watch: seconds between reloads.")] = 10,
+    port: Annotated[int, Option(min=0, max=65535, help="With --watch; 0: any free.")] = 8080,
+    every: Annotated[int, Option(min=1, help="With --watch: seconds between reloads.")] = 10,
 ) -> None:
     """Write one HTML file with the curves, ranks, memory, communication and findings of a run.
 
     docs/observe.md has pictures of it.
     """
     with files.one_line_errors():
-        record = files.read_json(Path(plan)) if plan else None
-        if plan and not _is_plan(record):
-            raise files.UserError(
-                f"{plan} is no plan: fusedops plan time --device --json writes one"
-            )
+        record = _read_plan(Path(plan)) if plan else None
         if not Path(run).is_dir():
             raise files.UserError(
                 f"{run} is no folder of a run: fusedops train writes one at `out`"
@@ -63,9 +54,12 @@ def report(
         print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
 
 
-def _is_plan(record: Any) -> bool:
+def _read_plan(path: Path) -> dict[str, Any]:
+    record = files.read_json(path)
     layouts = record.get("layouts") if isinstance(record, dict) else None
-    return isinstance(layouts, list) and all(isinstance(row, dict) for row in layouts)
+    if not isinstance(layouts, list) or not all(isinstance(row, dict) for row in layouts):
+        raise files.UserError(f"{path} is no plan: fusedops plan time --device --json writes one")
+    return record
 
 
 def make_server(
@@ -73,20 +67,14 @@ def make_server(
 ) -> http.server.ThreadingHTTPServer:
     """Return a server of the page of a run, and of nothing else; each request reads the run again.
 
-    Args:
-        run: its folder.
-        plan: of ``fusedops plan``, or ``None``.
-        host: the address to listen on.
-        port: 0: any that is free.
-        every: seconds after which the browser loads the page again.
+    A ``port`` of 0 is any that is free. The browser loads the page again ``every`` so many seconds.
     """
     import http.server
     from html import escape
 
     from fusedops.cli.report_page import page
 
-    names = [host, "localhost", socket.gethostname(), socket.getfqdn()]
-    names = [name.lower() for name in names]
+    names = [host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

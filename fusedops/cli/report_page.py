@@ -51,15 +51,18 @@ def page(run: str | Path, plan: dict[str, Any] | None = None) -> str:
     Raises:
         InputError: plotly is not installed, or the folder has no line of ``metrics.jsonl``.
     """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise InputError("fusedops report needs plotly: pip install plotly") from None
     folder = Path(run)
-    data = page_data(folder, plan)
-    text = _TEMPLATE.read_text(encoding="utf-8")
     # "</" would end the script.
     values = {
         "title": html.escape(f"Run {folder.resolve().name}"),
-        "data": json.dumps(data, allow_nan=False).replace("</", "<\\/"),
-        "plotly": _plotly(),
+        "data": json.dumps(page_data(folder, plan), allow_nan=False).replace("</", "<\\/"),
+        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
     }
+    text = _TEMPLATE.read_text(encoding="utf-8")
     for name, value in values.items():
         text = text.replace(f"{{{{{name}}}}}", value)
     return text
@@ -84,15 +87,6 @@ def page_data(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any
         "matrix": _matrix(groups, timings.shape.ranks) if timings else None,
         "findings": [finding.record() for finding in find_all(timings)] if timings else [],
     }
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise InputError("fusedops report needs plotly: pip install plotly") from None
-    library: str = get_plotlyjs()
-    return library.replace("</script", "<\\/script")
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
@@ -137,9 +131,7 @@ def _is_number(value: Any) -> bool:
 def _overview(lines: list[dict[str, Any]], timings: Timings | None) -> list[list[str]]:
     last = lines[-1]
     rows = [["steps", str(last["step"])], ["loss", _number(last.get("loss"))]]
-    validated = [line for line in lines if "validation_loss" in line]
-    if validated:
-        line = validated[-1]
+    for line in [line for line in lines if "validation_loss" in line][-1:]:
         rows.append(["validation loss", f"{_number(line['validation_loss'])} at {line['step']}"])
     rows.append(["tokens per second, median", _number(_median(lines, "tokens_per_second"))])
     rows.append(["MFU, median", f"{100 * (_median(lines, 'mfu') or 0.0):.2f} %"])
@@ -213,28 +205,24 @@ def _step_memory(folder: Path) -> dict[str, Any] | None:
     records = memory_records(folder)
     if not records:
         return None
-    return {
-        "kinds": list(MEMORY_KINDS),
-        "ranks": [
-            {
-                "rank": record["rank"],
-                "step": record["step"],
-                "layers": [name or "(outside)" for name in record["layers"]],
-                "values": [
-                    [kinds.get(kind, 0) / 2**20 for kind in MEMORY_KINDS]
-                    for kinds in record["layers"].values()
-                ],
-                "timeline": [
-                    [nbytes / 2**20, layer or "(outside)", phase]
-                    for nbytes, layer, phase in record["timeline"]
-                ],
-                "static": {
-                    name: record[name] / 2**20 for name in ("weights", "gradients", "states")
-                },
-            }
-            for record in records
-        ],
-    }
+    ranks = [
+        {
+            "rank": record["rank"],
+            "step": record["step"],
+            "layers": [name or "(outside)" for name in record["layers"]],
+            "values": [
+                [kinds.get(kind, 0) / 2**20 for kind in MEMORY_KINDS]
+                for kinds in record["layers"].values()
+            ],
+            "timeline": [
+                [nbytes / 2**20, layer or "(outside)", phase]
+                for nbytes, layer, phase in record["timeline"]
+            ],
+            "static": {name: record[name] / 2**20 for name in ("weights", "gradients", "states")},
+        }
+        for record in records
+    ]
+    return {"kinds": list(MEMORY_KINDS), "ranks": ranks}
 
 
 def _ranks(timings: Timings) -> list[list[str]]:
@@ -247,16 +235,11 @@ def _ranks(timings: Timings) -> list[list[str]]:
 
 
 def _groups(groups: list[GroupTimes]) -> list[list[str]]:
-    return [
-        [
-            group.kind,
-            listed(group.ranks),
-            f"{group.bytes / 1e6:.3f}",
-            f"{1e3 * group.seconds:.3f}",
-            f"{group.bandwidth / 1e6:.1f}",
-        ]
-        for group in groups
-    ]
+    rows = []
+    for group in groups:
+        figures = f"{group.bytes / 1e6:.3f}", f"{1e3 * group.seconds:.3f}"
+        rows.append([group.kind, listed(group.ranks), *figures, f"{group.bandwidth / 1e6:.1f}"])
+    return rows
 
 
 def _matrix(groups: list[GroupTimes], ranks: int) -> dict[str, Any]:

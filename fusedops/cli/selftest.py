@@ -38,10 +38,7 @@ class SelftestResult:
 def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> SelftestResult:
     """Run the self-test of one op on a device.
 
-    Args:
-        spec: the op.
-        device: where.
-        seconds: time after which the rest is skipped; the first sample of each dtype always runs.
+    After ``seconds`` the rest is skipped; the first sample of each dtype always runs.
     """
     start = time.perf_counter()
     runs_on: dict[str, str] = {}

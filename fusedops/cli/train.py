@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fusedops._core import env
 from fusedops.cli.errors import print_message, report_errors_once
@@ -31,24 +31,15 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[str, typer.Argument(help="A TOML file (--example writes one).")] = "",
-    processes: Annotated[
-        int, typer.Option(min=1, help="Processes on this machine; torchrun can start more.")
-    ] = 1,
+    config: Annotated[str, Argument(help="A TOML file (--example writes one).")] = "",
+    processes: Annotated[int, Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key: optimizer.lr=3e-4; repeatable."),
+        list[str] | None, Option("--set", help="Override a key, as optimizer.lr=3e-4.")
     ] = None,
-    plan: Annotated[
-        str, typer.Option(help="A JSON file of fusedops plan: take its first layout that fits.")
-    ] = "",
-    restarts: Annotated[int, typer.Option(min=0, help="Most restarts after a process failed.")] = 0,
-    stop_code: Annotated[
-        int, typer.Option(min=0, max=125, help="Exit code of a run that a signal stopped.")
-    ] = 0,
-    example: Annotated[
-        bool, typer.Option("--example", help="Write a commented configuration (train.toml).")
-    ] = False,
+    plan: Annotated[str, Option(help="JSON of fusedops plan: use its first layout.")] = "",
+    restarts: Annotated[int, Option(min=0, help="Most restarts after a process failed.")] = 0,
+    stop_code: Annotated[int, Option(min=0, max=125, help="Exit code after a signal.")] = 0,
+    example: Annotated[bool, Option("--example", help="Write a commented train.toml.")] = False,
 ) -> None:
     """Train a transformer; a second start resumes from the last checkpoint.
 
@@ -57,7 +48,7 @@ def train(
     again = "; the same command resumes from the last checkpoint"
     with report_errors_once(lost=again):
         if example:
-            _write_example(Path(config or "train.toml"))
+            write_example(Path(config or "train.toml"))
             return
         if not config:
             raise files.UserError("which configuration? fusedops train --example writes one")
@@ -76,10 +67,19 @@ def train(
         _train(config, given, stop_code)
 
 
-def _write_example(path: Path) -> None:
+def write_example(path: Path) -> None:
+    """Write a commented configuration with every key.
+
+    It runs on the corpus of the demo, the source of the installed sympy, which torch brings.
+    """
     if path.exists():
         raise files.UserError(f"{path} exists already; give another name: --example other.toml")
-    files.write_text(path, example(str(path)))
+    spec = importlib.util.find_spec("sympy")
+    if spec is None or not spec.submodule_search_locations:
+        raise files.UserError("the example's corpus is the source of sympy: pip install sympy")
+    corpus = Path(next(iter(spec.submodule_search_locations))) / "**" / "*.py"
+    text = Path(__file__).parents[1].joinpath("train", "example.toml").read_text(encoding="utf-8")
+    files.write_text(path, text.replace("NAME", str(path)).replace("CORPUS", str(corpus)))
     print(f"wrote {path}; start it with: fusedops train {path}", file=sys.stderr)
 
 
@@ -109,11 +109,11 @@ def _assignments(path: Path) -> list[str]:
         Layout.of(**layout)
     except (ValueError, TypeError) as error:
         raise files.UserError(f"{path}: {error}") from None
-    names = parallel & set(layout)
     words = str(layout.get("recompute", "none")).split("+")
     # Fused kernels save no scores.
     words = [word for word in words if word != "scores"] or ["none"]
-    values = {**{name: layout[name] for name in names}, "recompute": "+".join(words)}
+    values = {name: layout[name] for name in parallel & set(layout)}
+    values["recompute"] = "+".join(words)
     assignments = [
         f"parallel.{name}={json.dumps(value)}"  # of these types TOML writes what JSON does
         for name, value in sorted(values.items())
@@ -195,9 +195,8 @@ class _ProgressPrinter:
         self._bar: Any = None
 
     def __enter__(self) -> _ProgressPrinter:
-        first = (env.launched() or (0,))[0] == 0
         what = "reading the text and building the model"
-        self._preparation.enter_context(activity(what, visible=first))
+        self._preparation.enter_context(activity(what, visible=env.is_first()))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -216,13 +215,12 @@ class _ProgressPrinter:
         self._lines.begin(run)
         if warning:
             print_message(warning)
-        if not sys.stderr.isatty():
-            return
-        from rich.progress import TimeRemainingColumn
+        if sys.stderr.isatty():
+            from rich.progress import TimeRemainingColumn
 
-        self._bar = make_bar(TimeRemainingColumn())
-        self._bar.add_task("", total=run.config.steps, completed=run.step)
-        self._bar.start()
+            self._bar = make_bar(TimeRemainingColumn())
+            self._bar.add_task("", total=run.config.steps, completed=run.step)
+            self._bar.start()
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Print the figures of a step."""
@@ -233,16 +231,3 @@ class _ProgressPrinter:
             return
         (task,) = self._bar.task_ids
         self._bar.update(task, completed=record["step"], description=figures(record))
-
-
-def example(name: str) -> str:
-    """Return a commented configuration with every key, to be written to a file of this name.
-
-    It runs on the corpus of the demo, the source of the installed sympy, which torch brings.
-    """
-    spec = importlib.util.find_spec("sympy")
-    if spec is None or not spec.submodule_search_locations:
-        raise files.UserError("the example's corpus is the source of sympy: pip install sympy")
-    corpus = Path(next(iter(spec.submodule_search_locations))) / "**" / "*.py"
-    text = Path(__file__).parents[1].joinpath("train", "example.toml").read_text(encoding="utf-8")
-    return text.replace("NAME", name).replace("CORPUS", str(corpus))

@@ -11,6 +11,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops.runtime.host_memory import available_bytes
+from fusedops.terminal.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from fusedops.planner import Estimate
@@ -53,11 +54,10 @@ _CURES = {
     "communication": "a smaller parallel.bucket_bytes",
     "logits": "a larger parallel.microbatches",
 }
-_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_SIZE = r"([\d.]+ (?:bytes|[KMGT]iB))"
 _REQUEST = re.compile(f"[Tt]ried to allocate {_SIZE}")
-# What the allocator holds in pieces at the time of the error; later some of it has been freed.
+# What the allocator had in pieces at the time of the error; later some of it has been freed.
 _FREE = re.compile(f"{_SIZE} is reserved by PyTorch but unallocated")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def estimated_bytes(run: Run) -> int | None:
@@ -89,8 +89,6 @@ def _estimated(run: Run) -> Estimate | None:
 
 def compared(peak: int | None, available: int | None) -> str:
     """Return the estimate and the memory in words."""
-    from fusedops.planner import show_bytes
-
     needed = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
     has = "an unknown amount" if available is None else show_bytes(available)
     return f"a step takes {needed} of memory in each process, and {has} is available"
@@ -126,8 +124,8 @@ def _fragmented(error: BaseException) -> str:
     request, free = _REQUEST.search(str(error)), _FREE.search(str(error))
     if request is None or free is None:
         return ""
-    sizes = [float(match[1]) * _UNITS[match[2]] for match in (request, free)]
-    return f"{free[1]} {free[2]}" if sizes[1] > sizes[0] else ""
+    wanted, there = (parse_bytes(found[1].replace("bytes", "B")) for found in (request, free))
+    return free[1] if there > wanted else ""
 
 
 def _available(run: Run) -> int | None:

@@ -41,10 +41,12 @@ def show_table(
         rows: cells, which are shown as ``str`` has them.
         **style: further arguments of ``rich.table.Table``, such as ``title``.
     """
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*columns, **style)
+    # A column has its cells: what describes one for several tables is copied.
+    own = (column.copy() if isinstance(column, Column) else column for column in columns)
+    table = Table(*own, **style)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     print_table(out, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,10 @@ class Steps:
         self.describe(what)
         self.advance()
 
+    def reporter(self, title: str) -> Callable[[str], None]:
+        """Return a function that shows what of ``title`` is being done."""
+        return lambda what: self.describe(f"{title}: {what}")
+
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Steps]:
@@ -57,6 +62,20 @@ def steps(total: int) -> Iterator[Steps]:
         return
     with progress:
         yield _Bar(progress, total)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM, by which ``timeout`` and batch systems end a program, do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ H100 = load_device("h100")
         ("llama3-8b", 8, 64, 1.05),
         ("gpt3", 512, 1024, 1.15),
         ("mixtral-8x7b", 64, 512, 1.15),
-        ("llama3-405b", 16384, 2048, 1.1),
+        pytest.param("llama3-405b", 16384, 2048, 1.1, marks=pytest.mark.ci),
     ],
 )
 def test_recursive_bisection_finds_good_layouts_without_a_device(

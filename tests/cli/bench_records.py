@@ -60,7 +60,7 @@ def record(*rows: BenchRow, **machine: Any) -> BenchRecord:
         machine=here,
         versions={"torch": "2.13.0"},
         git={"commit": "0123456789abcdef", "changed": True},
-        settings={"allocator": "tuned", "patch": "patched"},
+        settings={"allocator": "tuned"},
         limits={"copy": {"rate": 1e10, "way": "copy_", "trusted": True}, "matmul": {}},
         rows=rows,
         notes=("a note",),

@@ -16,8 +16,11 @@ import torch
 from torch import distributed as dist
 
 from fusedops.bench import communication as bench
+from fusedops.cli.bench import communication as command
 from fusedops.launch.processes import Ranks
 from fusedops.parallel.comm import collectives
+from fusedops.planner.communication import CommunicationModel
+from fusedops.terminal.files import UserError
 
 FACTORS = {"all_reduce": 1.5, "broadcast": 1.0, "send_receive": 1.0}
 
@@ -27,7 +30,7 @@ def _ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), store)
 
 
-def _measured(_: Any) -> list[bench.CommunicationRow]:
+def _measured(_: Any) -> tuple[list[bench.CommunicationRow], list[bench.LinkRow]]:
     ranks, said = _ranks(), []
     rows = bench.measure(
         ranks, ["gloo"], list(bench.COLLECTIVES), [1 << 10, 1 << 14], 1e-4, said.append
@@ -36,7 +39,7 @@ def _measured(_: Any) -> list[bench.CommunicationRow]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(collectives.Pending, "wait", _altered(collectives.Pending.wait))
         rows += bench.measure(ranks, ["gloo"], ["all_gather"], [1 << 10], 1e-4, said.append)
-    return rows
+    return rows, bench.links(ranks, "gloo", 1 << 10, repeats=1)
 
 
 def _altered(wait: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
@@ -49,9 +52,9 @@ def _altered(wait: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tenso
 
 
 def test_rows_follow_the_conventions_and_wrong_data_is_counted(
-    on_ranks: Callable[..., list[Any]],
+    on_ranks: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *rows, wrong = on_ranks(_measured)[0]
+    (*rows, wrong), links = on_ranks(_measured)[0]
     assert [row.collective for row in rows[::2]] == list(bench.COLLECTIVES)
     for row in rows:
         assert (row.ranks, row.nodes, row.wrong) == (8, 1, 0)
@@ -62,6 +65,23 @@ def test_rows_follow_the_conventions_and_wrong_data_is_counted(
         if row.collective != "all_to_all_uneven":
             assert row.bytes in (1 << 10, 1 << 14)
     assert wrong.wrong == 8  # one element on each rank
+    files = tmp_path / "links.json", tmp_path / "links.svg"
+    ranks = Ranks(0, 8, torch.device("cpu"), None)
+    command._deliver(rows, links, ranks, *files)
+    assert_the_planner_reads(*files)
+    shown = capsys.readouterr().out
+    assert "28 pairs of ranks" in shown and "latency us" in shown
+    with pytest.raises(UserError, match="the first is all_gather by gloo of 1024 bytes: 8 elem"):
+        command._deliver([*rows, wrong], links, ranks, None, None)
+
+
+def assert_the_planner_reads(json_file: Path, svg_file: Path) -> None:
+    record = json.loads(json_file.read_text())
+    assert {row["backend"] for row in record["rows"]} >= {"gloo"}
+    curves = CommunicationModel.load(json_file).curves
+    ranks = str(record["rows"][0]["ranks"])
+    assert curves["all_reduce", "gloo", ranks].seconds(1 << 14) > 0
+    assert svg_file.read_text().count("<polyline") == len(curves)
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))
@@ -92,20 +112,14 @@ def test_a_slow_link_is_one_among_links_of_its_kind() -> None:
     assert not any(row.slow for row in bench.mark_slow(pairs, hosts))
 
 
+@pytest.mark.ci
 def test_the_command_writes_what_the_planner_reads(tmp_path: Path) -> None:
-    from fusedops.planner.communication import CommunicationModel
-
     files = tmp_path / "links.json", tmp_path / "links.svg"
-    command = [sys.executable, "-m", "fusedops", "bench", "communication", "--seconds", "0.01"]
-    command += ["--collectives", "all_reduce,all_to_all_uneven", "--least", "4KiB"]
-    command += ["--most", "64KiB", "--links", "--json", str(files[0]), "--svg", str(files[1])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "160"}
-    )
+    words = [sys.executable, "-m", "fusedops", "bench", "communication", "--seconds", "0.01"]
+    words += ["--collectives", "all_reduce,all_to_all_uneven", "--least", "4KiB"]
+    words += ["--most", "64KiB", "--links", "--json", str(files[0]), "--svg", str(files[1])]
+    environment = {**os.environ, "COLUMNS": "160"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert "1 pairs of ranks" in done.stdout and "latency us" in done.stdout
-    record = json.loads(files[0].read_text())
-    assert {row["backend"] for row in record["rows"]} >= {"gloo"}
-    curves = CommunicationModel.load(files[0]).curves
-    assert curves["all_reduce", "gloo", "2"].seconds(1 << 14) > 0
-    assert files[1].read_text().count("<polyline") == len(curves)
+    assert_the_planner_reads(*files)

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from fusedops.bench import device as bench
 from fusedops.bench import scaling
 from fusedops.bench.small_models import SmallModel
 from fusedops.cli.main import app
 from fusedops.planner import load_device
-from fusedops.planner.communication import CommunicationCurve, CommunicationModel
 
 
 @pytest.mark.ci
 def test_the_command_writes_a_device_that_predicts_its_own_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "mine.toml"
-    app(
-        ["bench", "device", "--out", str(file), "--quick", "--seconds", "0.1"],
-        standalone_mode=False,
-    )
-    own = load_device(file)
-    assert own.peak["float32"] > 1e9 and own.memory.bandwidth > 1e8
-    steps = 23 if len(os.sched_getaffinity(0)) > 1 else 16
-    assert f"fitted on {steps} steps" in own.sources["efficiency"]
-    assert "fusedops plan time --device" in capsys.readouterr().out
-
-
-@pytest.mark.ci
-def test_errors_are_those_of_the_fitted_device(monkeypatch: pytest.MonkeyPatch) -> None:
     case = (SmallModel("gpt2", 64, 2, 128), 2, 16, 2)
     other = (SmallModel("gpt2", 64, 1, 128), 1, 16, 1)
     monkeypatch.setattr(bench, "sizes", lambda *, quick=False: [case, other])
     monkeypatch.setattr(bench, "_TOGETHER", ({"dp": 2}, {"tp": 2}))
-    said: list[str] = []
-    curve = CommunicationCurve(0.0, (1e-9,))
-    links = CommunicationModel({("all_reduce", "gloo", "2"): curve})
-    measured = bench.measure_device(
-        torch.device("cpu"), [torch.float32], 0.01, said.append, links=links, quick=True
-    )
-    together = 2 if len(os.sched_getaffinity(0)) // torch.get_num_threads() > 1 else 0
+    results, measure = [], bench.measure_device
+
+    def kept(*args: Any, **options: Any) -> bench.MeasuredDevice:
+        results.append(measure(*args, **options))
+        return results[-1]
+
+    monkeypatch.setattr(bench, "measure_device", kept)
+    file, links = tmp_path / "mine.toml", tmp_path / "links.json"
+    curve = {"collective": "all_reduce", "backend": "gloo", "ranks": 2, "latency": 0.0}
+    links.write_text(json.dumps({"curves": [curve | {"slopes": [1e-9], "knees": []}]}))
+    words = ["bench", "device", "--out", str(file), "--seconds", "0.01", "--links", str(links)]
+    app([*words, "--quick", "--dtype", "float32"], standalone_mode=False)
+    (measured,) = results
+    together = 2 if len(os.sched_getaffinity(0)) > 1 else 0
     assert len(measured.steps) == len(measured.errors) == 2 + together
-    assert len(said) == 3 + bool(together)
     assert [(step.shape.dp, step.shape.tp) for step in measured.steps[2:]] == (
         [(2, 1), (1, 2)][:together]
     )
     first = measured.steps[0].shape
     assert (first.hidden, first.micro_batch, first.microbatches, first.seq_len) == (64, 2, 2, 16)
     assert all(math.isfinite(error) for error in measured.errors)
+    own = load_device(file)
     # The all-reduce of two ranks sends each byte once, at 1 GB/s, of which 0.7 is the usual share.
-    assert measured.device.links.node == pytest.approx(1e9 / 0.7)
+    assert own.links.node == pytest.approx(1e9 / 0.7, rel=1e-5)
+    assert own.peak["float32"] > 1e9 and own.memory.bandwidth > 1e8
+    assert f"fitted on {2 + together} steps" in own.sources["efficiency"]
+    assert "fusedops plan time --device" in capsys.readouterr().out
 
 
 def test_settings_of_the_scaling_benchmark_are_predicted() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from fusedops._core import dtypes
-from fusedops.bench.contenders import ContenderCall
+from fusedops.bench.contenders import ContenderCall, peers_of
 from fusedops.bench.layers import LAYERS, MOE_LAYER
-from fusedops.bench.peers import peers_of
 from fusedops.cli.bench.ops import _specs
 from fusedops.specs import all_specs
 
@@ -29,9 +31,9 @@ def test_variants_of_the_layer_agree(dtype: torch.dtype) -> None:
     call = ContenderCall.of(MOE_LAYER, MOE_LAYER.samples(CPU, dtype)[0])
     wide = call.double()
 
-    def results(call: ContenderCall, function: object) -> list[torch.Tensor]:
-        output = call.forward(function)  # type: ignore[arg-type]
-        return [output.detach(), *call.backward(output)]  # type: ignore[list-item]
+    def results(call: ContenderCall, function: Callable[..., Any]) -> list[Any]:
+        output = call.forward(function)
+        return [output.detach(), *call.backward(output)]
 
     truth, eager = results(wide, MOE_LAYER.eager), results(call, MOE_LAYER.eager)
     for name, function in {"ours": MOE_LAYER.op, **peers_of(MOE_LAYER.name)}.items():

@@ -56,3 +56,12 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
         assert f"{row['activations'] / 2**20:.1f}" in done.output
     drawn = ElementTree.fromstring(picture.read_text())
     assert "recomputation" in drawn.attrib["aria-label"]
+
+
+def test_a_step_in_an_arena_has_the_bits_of_one_without() -> None:
+    size = ModelSize(hidden=32, layers=2, batch=2, seq_len=16)
+    settings = memory.ArenaStepSettings("gpt2", size, torch.float32, 0.01, 1, 1)
+    row = memory._arena_step(settings)
+    assert row.same_bits and row.report.block_bytes >= row.report.bound_bytes > 0
+    assert min(row.plain_ms, row.arena_ms) > 0
+    assert row.speedup_q1 <= row.speedup <= row.speedup_q3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedops.bench import scaling
-from fusedops.cli.bench import scaling as scaling_command
+from fusedops.cli.bench import small_models as scaling_command
 from fusedops.terminal.files import UserError
 from fusedops.testing import threads
 

@@ -16,13 +16,14 @@ from bench_records import record, row
 from rich.console import Console
 from rich.table import Table
 
-from fusedops.bench import chart, models_report, table
-from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
+from fusedops.bench import report
+from fusedops.bench.cases import lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
-from fusedops.cli.plan import memory as plan_command
+from fusedops.bench.runner import BenchSettings
+from fusedops.cli.plan import layouts as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.runtime.timer import CpuClock, Timing, TimingPlan
-from fusedops.terminal.console import console, print_table
+from fusedops.terminal.console import console, number_columns, print_table, show_table
 
 
 def terminal(width: int) -> Console:
@@ -52,7 +53,7 @@ def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) ->
     few: dict[str, Any] = {"recompute": ("none",), "offload": ((),)}
     found = plan(model, 16, 80 << 30, Layout.of(microbatches=8), **few)
     out = terminal(width)
-    plan_command._show("mixtral", model, 16, found, 2, out)
+    plan_command._show_memory("mixtral", model, 16, found, 2, out)
     text = printed(out)
     assert "…" not in text
     lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]
@@ -76,6 +77,14 @@ def test_words_are_wrapped_and_numbers_are_not() -> None:
     assert out.width == 30
 
 
+def test_columns_of_two_tables_have_the_cells_of_each() -> None:
+    out, columns = terminal(80), ("what", *number_columns("value"))
+    for what, value in (("first", 11), ("second", 22)):
+        show_table(out, columns, [(what, value)])
+    lines = [line for line in printed(out).splitlines() if line.startswith("│")]
+    assert [line.split("│")[2].strip() for line in lines] == ["11", "22"]
+
+
 FIGURES: dict[str, Any] = {"speedup": 6458.7, "speedup_q1": 6458.7, "speedup_q3": 6458.7}
 FIGURES |= {"median": 1.25, "gb_per_s": 77.5, "limit_share": 0.33, "host_us": 2.5}
 
@@ -83,7 +92,7 @@ FIGURES |= {"median": 1.25, "gb_per_s": 77.5, "limit_share": 0.33, "host_us": 2.
 def test_a_disturbed_row_has_no_times_in_a_table() -> None:
     for trusted in (True, False):
         out = terminal(200)
-        table.show(record(row("eager"), row(trusted=trusted, **FIGURES)), out)
+        report.show(record(row("eager"), row(trusted=trusted, **FIGURES)), out)
         ours = next(line for line in printed(out).splitlines() if "fusedops (cpp)" in line)
         times = ("6458.70", "1.25", "77.5", "33%")
         assert [time in ours for time in times] == [trusted] * 4
@@ -95,9 +104,11 @@ def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
     leads = dict.fromkeys(("lead", "lead_q1", "lead_q3"), 6458.7)
     disturbed = row(trusted=False, **FIGURES, **leads, rival="eager")
     out = terminal(200)
-    models_report.show(record(row("eager"), disturbed), out)
+    measured = record(row("eager"), disturbed)
+    measured.settings["patch"] = "fusedops.patch(model)"
+    report.show(measured, out)
     assert "6458" not in printed(out) and "disturbed" in printed(out)
-    picture = chart.draw(record(row("eager"), disturbed))
+    picture = report.draw(measured)
     assert "6458" not in picture and ">disturbed<" in picture
 
 
@@ -115,7 +126,7 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         ours = timed_row(
             timing, "fusedops", work, settings, None, op="gelu", case="4x8", dtype="float32",
             direction="forward", backend="cpp", host_us=None, peak_bytes=0,
-            **trusted_fields(timing, "fusedops"),
+            **trusted_fields(timing, "fusedops")
         )  # fmt: skip
         assert ours.trusted and ours.speedup == 4.0
         assert ours.lead == (None if disturbed else 2.0)

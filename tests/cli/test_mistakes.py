@@ -49,7 +49,7 @@ SHAPES = [
     ("layer_norm --shape rows=8,rows=4", "--shape has rows twice"),
     ("layer_norm --shape 8x4", "--shape must be rows=N,columns=N, got '8x4'"),
     ("gelu --shape shape=8,0", "--shape must be shape=NxN,approximate=WORD, got '0'"),
-    ("mlp --shape recompute=yes", "unknown value of recompute 'yes'"),
+    ("mlp --shape recompute=yes", "recompute must be true or false, got 'yes'"),
     ("add_rms_norm --shape p=x", "p must be a number, got 'x'"),
     ("--shape rows=8,columns=4", "--shape needs the names of ops"),
     ("layer_norm --shape rows=8,columns=4 --all-sizes", "--shape needs the names"),

@@ -315,7 +315,7 @@ def test_without_the_compiled_library_all_ops_run_on_the_reference() -> None:
 def test_a_missing_library_is_explained(tmp_path: object) -> None:
     code = "import fusedops; print(fusedops._core.extension.cpu_library())"
     printed = _run(code, FUSEDOPS_LIBRARY=str(tmp_path))
-    assert "does not exist" in printed and "build_ext --inplace" in printed
+    assert "does not exist" in printed and "tools/native.py build" in printed
 
 
 def test_a_check_given_to_define_op_is_asked_wherever_no_compiled_kernel_refuses() -> None:

@@ -16,7 +16,7 @@ from comparing import assert_close, assert_within_budget
 import fusedops
 from fusedops.specs import Sample, all_specs
 from fusedops.specs.comparison import fresh, incoming, run
-from fusedops.specs.make import randn_on
+from fusedops.specs.make import TensorFactory
 
 CPU = torch.device("cpu")
 TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
@@ -29,7 +29,7 @@ def qkv(
     *shape: int, columns: int | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     other = (*shape[:-2], shape[-2] if columns is None else columns, shape[-1])
-    new = randn_on(CPU, dtype)
+    new = TensorFactory(CPU, dtype)
     return new(*shape, key="q"), new(*other, key="k"), new(*other, key="v")
 
 
@@ -78,7 +78,7 @@ def test_a_boolean_mask_forbids_whole_blocks_and_parts_of_them(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     q, k, v = qkv(2, 2, 40, 32, columns=130, dtype=dtype)
-    keep = randn_on(CPU, torch.float32)(*shape, key="mask", grad=False) > -0.3
+    keep = TensorFactory(CPU, torch.float32)(*shape, key="mask", grad=False) > -0.3
     if shape[0] == 1:
         keep = keep.transpose(-2, -1).contiguous().transpose(-2, -1)
     if keep.shape[-2] > 1:
@@ -94,7 +94,7 @@ def test_a_boolean_mask_forbids_whole_blocks_and_parts_of_them(
 @pytest.mark.parametrize("leading", [(3, 2), (1, 2), (3, 1), (1, 1), (2,), (1,), ()])
 def test_a_mask_broadcasts_over_several_batch_dims(leading: tuple[int, ...]) -> None:
     q, k, v = qkv(3, 2, 2, 5, 8)
-    mask = randn_on(CPU, torch.float32)(*leading, 2, 5, 5, key="mask")
+    mask = TensorFactory(CPU, torch.float32)(*leading, 2, 5, 5, key="mask")
     output = fusedops.attention(q, k, v, mask)
     want = fusedops.attention(q, k, v, mask.detach().expand(3, 2, 2, 5, 5))
     assert torch.equal(output, want)
@@ -186,7 +186,7 @@ def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
     mask[-1] = bias
     # Scores of zero: what they add to the bias is not lost in rounding, in any dtype.
     q = (q * (mask[:, :1] == 0)).detach().requires_grad_()
-    grad = randn_on(CPU, dtype)(1, 2, 4, 8, key="grad")
+    grad = TensorFactory(CPU, dtype)(1, 2, 4, 8, key="grad")
     with fusedops.use_backend(backend):
         output = fusedops.attention(q, k, v, mask)
         ours = torch.autograd.grad(output, (q, k, v), grad)
@@ -239,7 +239,7 @@ def test_scores_without_rivals_have_no_gradient(
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("no kernel")
     rows, columns, options = ONE_KEY[name]
-    new = randn_on(CPU, dtype)
+    new = TensorFactory(CPU, dtype)
     query, key = new(2, 4, rows, 24, key="q"), new(2, 2, columns, 24, key="k")
     value = new(2, 2, columns, 16, key="v")
     leaves = [query, key]
@@ -254,7 +254,7 @@ def test_scores_without_rivals_have_no_gradient(
 @by_any_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_sequences_of_one_token_have_no_gradient(backend: str, dtype: torch.dtype) -> None:
-    new, ends = randn_on(CPU, dtype), torch.arange(10)
+    new, ends = TensorFactory(CPU, dtype), torch.arange(10)
     query, key, value = new(9, 4, 24, key="q"), new(9, 2, 24, key="k"), new(9, 2, 16, key="v")
     with fusedops.use_backend(backend):
         assert_zero(fusedops.attention_varlen(query, key, value, ends, ends, 1, 1), [query, key])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from comparing import assert_close
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
-from fusedops.bench.peers import PACKAGES, Peer, peers_of
+from fusedops.bench.contenders import load_peers, peers_of
 from fusedops.specs import Spec, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, floating, fresh, incoming, truth
 
+PEERS_MODULE: Any = load_peers()
+PACKAGES, Peer = PEERS_MODULE.PACKAGES, PEERS_MODULE.Peer
 PEERS = [
     (spec, label)
     for spec in all_specs().values()
@@ -33,7 +36,7 @@ FLEX = {
 }
 
 
-def installed(spec: Spec, label: str) -> Peer:
+def installed(spec: Spec, label: str) -> Any:
     peer = peers_of(spec.name)[label]
     try:
         importlib.metadata.version(PACKAGES[label])

@@ -13,7 +13,7 @@ from comparing import assert_close, assert_same_bits, assert_within_budget
 import fusedops
 from fusedops.specs import Sample, _routing, all_specs
 from fusedops.specs.comparison import run
-from fusedops.specs.make import randn_on
+from fusedops.specs.make import TensorFactory
 
 
 def test_gradient_of_a_transposed_weight_has_its_layout() -> None:
@@ -161,7 +161,7 @@ SIZES: list[tuple[Callable[..., Args], Args]] = [
 def test_blocked_sizes_match_float64(
     make: Callable[..., Args], sizes: Args, dtype: torch.dtype
 ) -> None:
-    spec, new = all_specs()[make.__name__], randn_on(CPU, dtype)
+    spec, new = all_specs()[make.__name__], TensorFactory(CPU, dtype)
     sample = Sample("sizes", make(new, *sizes), OPTIONS.get(make, {}))
     assert_within_budget(run(spec.op, sample), spec, sample)
 

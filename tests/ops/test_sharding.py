@@ -17,12 +17,12 @@ import fusedops
 from fusedops import moe_route, moe_router_loss
 from fusedops.specs import Sample, Spec, _routing, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, fresh, incoming, run, truth
-from fusedops.specs.make import randn_on
+from fusedops.specs.make import TensorFactory
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
 WORLD, CPU = 2, torch.device("cpu")
-new = randn_on(CPU, torch.float32)
+new = TensorFactory(CPU, torch.float32)
 Placements = dict[tuple[int, ...], Any]  # shape of a tensor -> its placement; others are replicated
 
 

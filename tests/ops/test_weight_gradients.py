@@ -14,7 +14,7 @@ import fusedops
 from fusedops.ops._weight_gradients import are_summed, summed
 from fusedops.specs import Sample, _routing, all_specs
 from fusedops.specs.comparison import incoming, run, truth
-from fusedops.specs.make import randn_on
+from fusedops.specs.make import TensorFactory
 
 TOKENS, HIDDEN, INNER, EXPERTS = 96, 16, 12, 3
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
@@ -314,12 +314,12 @@ def transposed(new: Any, *shape: int) -> torch.Tensor:
 
 
 def grouped_mm(dtype: torch.dtype, *, few: bool) -> Sample:
-    new, ends = randn_on(CPU, dtype), torch.tensor([30, 30, 71], dtype=torch.int32)
+    new, ends = TensorFactory(CPU, dtype), torch.tensor([30, 30, 71], dtype=torch.int32)
     return Sample("groups", (new(74, 24), transposed(new, 3, 17, 24), ends, new(3, 17)))
 
 
 def moe_mlp(dtype: torch.dtype, *, few: bool) -> Sample:
-    new, routing = randn_on(CPU, dtype), (30, 2, 3) if few else (70, 3, 5)
+    new, routing = TensorFactory(CPU, dtype), (30, 2, 3) if few else (70, 3, 5)
     tokens, _, experts = routing
     plan = _routing.plan(*routing, device=CPU, dtype=dtype, pattern="empty_experts")
     weights = transposed(new, experts, 80, 48), transposed(new, experts, 56, 40)

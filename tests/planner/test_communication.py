@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedops.cli.bench import communication_fit
+from fusedops.cli.bench.communication import _fit
 from fusedops.launch.config_table import InputError
 from fusedops.planner.communication import (
     CommunicationCurve,
@@ -122,7 +122,7 @@ def test_the_command_predicts_the_rows_of_another_file(
         for size in SIZES
     ]
     odd, even = write(tmp_path / "odd.csv", rows[1::2]), write(tmp_path / "even.csv", rows[::2])
-    communication_fit.fit(odd, even, tmp_path / "out.csv")
+    _fit(odd, even, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open() as file:
         predicted = list(csv.DictReader(file))
     assert [row["bytes"] for row in predicted] == [str(row["bytes"]) for row in rows[::2]]
@@ -131,11 +131,11 @@ def test_the_command_predicts_the_rows_of_another_file(
     assert "20 measured rows: median error" in capsys.readouterr().out
 
     unknown = write(tmp_path / "c.csv", [{"gpu": "C", "op": "sum", "bytes": 4}])
-    communication_fit.fit(odd, unknown, tmp_path / "out.csv")
+    _fit(odd, unknown, tmp_path / "out.csv")
     assert "no row that was fitted has these gpu, op" in (tmp_path / "out.csv").read_text()
 
 
 def test_the_command_refuses_a_row_without_a_time(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", [{"op": "all_reduce", "bytes": 4, "time_us": "soon"}])
     with pytest.raises(UserError, match="time_us = 'soon'"):
-        communication_fit.fit(path, None, None)
+        _fit(path, None, None)

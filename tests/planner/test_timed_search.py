@@ -309,8 +309,10 @@ def test_the_picture_has_a_bar_for_each_row_and_the_pipeline(
 
 
 def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fusedops.cli.train import write_example
+
     config, file = tmp_path / "train.toml", tmp_path / "plan.json"
-    config.write_text(train_command.example(str(config)))
+    write_example(config)
     run(capsys, f"--rows 30 --json {file}")
     record = json.loads(file.read_text())
     assert len(record["layouts"]) == 30

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,12 @@ import torch
 
 from first_gpu.figure_list import FIGURES, OPTIMIZER, Figure
 from first_gpu.plugin import error_of_context
-from fusedops.bench.cases import (
-    BenchSettings,
-    CaseSettings,
-    host_overhead,
-    lead,
-    least_work,
-    variants_of,
-)
-from fusedops.bench.contenders import (
-    AUTOMATIC,
-    COMPILE,
-    EAGER,
-    ContenderCall,
-    contenders,
-    error_line,
-)
+from fusedops.bench.cases import host_overhead, lead, least_work, variants_of
+from fusedops.bench.contenders import ContenderCall, contenders, error_line
 from fusedops.bench.limits import LeastWork, measure_limits
 from fusedops.bench.machine import machine
-from fusedops.bench.results import DIRECTIONS, FORWARD
+from fusedops.bench.results import AUTOMATIC, COMPILE, DIRECTIONS, EAGER, FORWARD
+from fusedops.bench.runner import BenchSettings
 from fusedops.optim import AdamW
 from fusedops.runtime.timer import Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.specs import all_specs
@@ -115,8 +103,7 @@ def op_rows(figure: Figure, settings: BenchSettings) -> list[Row]:
     able, notes = contenders(spec, call, compiled=compiled, only=only)
     if AUTOMATIC not in [contender.name for contender in able]:
         raise RuntimeError("; ".join(notes))
-    asked = CaseSettings(**vars(settings), only=only, all_backends=False)
-    host_us = host_overhead(spec, DTYPE, asked)
+    host_us = host_overhead(spec, DTYPE, replace(settings, only=only))
     rows = []
     for direction in DIRECTIONS if call.leaves else (FORWARD,):
         variants = variants_of(able, call, direction)

@@ -1,19 +1,21 @@
-"""The command line of ``fusedops bench communication``."""
+"""The command line of ``fusedops bench communication``: measured collectives, and fitted curves."""
 
 from __future__ import annotations
 
-import sys
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.bench import options
+from fusedops.cli.errors import start_processes
 from fusedops.terminal import files
-from fusedops.terminal.console import number_columns, show_table
+from fusedops.terminal.console import console, number_columns, show_table
 from fusedops.terminal.progress import activity, steps
 from fusedops.terminal.sizes import parse_bytes, show_bytes
 
@@ -22,92 +24,64 @@ if TYPE_CHECKING:
 
     from fusedops.bench.communication import CommunicationRow, LinkRow
     from fusedops.launch.processes import Ranks
+    from fusedops.planner.communication import CommunicationModel
+
+# Columns of a table of collectives that are measured; all others say what was.
+_MEASURED = ("bytes", "time_us", "algbw_gbs", "busbw_gbs")
+_PREDICTED = ("predicted_us", "why")
 
 
 def communication(
-    ranks: Annotated[
-        int, typer.Option(min=2, help="Processes on this machine; torchrun's where it runs this.")
-    ] = 2,
-    collectives: Annotated[str, typer.Option(help="Comma-separated names; default: all.")] = "",
-    backends: Annotated[
-        str, typer.Option(help="gloo, shared_memory, nccl; default: all that are here.")
-    ] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    least: Annotated[str, typer.Option(help="Smallest size.")] = "1KiB",
-    most: Annotated[str, typer.Option(help="Largest size.")] = "64MiB",
+    ranks: Annotated[int, Option(min=2, help="Processes on this machine.")] = 2,
+    collectives: Annotated[str, Option(help="Comma-separated names; default: all.")] = "",
+    backends: Annotated[str, Option(help="gloo, shared_memory, nccl; default: all.")] = "",
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    least: Annotated[str, Option(help="Smallest size.")] = "1KiB",
+    most: Annotated[str, Option(help="Largest size.")] = "64MiB",
     seconds: Annotated[float, options.seconds_per("row", most=60)] = 0.25,
-    links: Annotated[
-        bool, typer.Option("--links", help="Also measure each pair of ranks.")
-    ] = False,
+    links: Annotated[bool, Option("--links", help="Also measure pairs of ranks.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write rows and curves, which the planner reads.")
+        Path | None, Option("--json", help="Write rows and curves, which the planner reads.")
     ] = None,
-    svg_file: Annotated[
-        Path | None, typer.Option("--svg", help="Draw bus bandwidth over size.")
-    ] = None,
-    fit: Annotated[
-        Path | None, typer.Option(help="Measure nothing: fit the measured times of a CSV file.")
-    ] = None,
-    predict: Annotated[
-        Path | None, typer.Option(help="With --fit: a CSV file of sizes to predict.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --predict: the file to write.")] = None,
+    svg_file: Annotated[Path | None, Option("--svg", help="Draw bus bandwidths.")] = None,
+    fit: Annotated[Path | None, Option(help="Fit times of a CSV file instead.")] = None,
+    predict: Annotated[Path | None, Option(help="With --fit: a CSV file of sizes.")] = None,
+    out: Annotated[Path | None, Option(help="With --predict: the file to write.")] = None,
 ) -> None:
     """Measure every collective of the stack by size, and fit latency and bandwidth.
 
     Sizes and bandwidths follow the conventions of nccl-tests. On several machines, start it on each
     with torchrun. docs/communication.md.
     """
-    with files.one_line_errors():
-        files.check_environment()
-        output.check_outputs(json_file, svg_file, out)
+    with output.checked(json_file, svg_file, out):
         if fit is not None:
-            from fusedops.cli.bench import communication_fit
-
-            communication_fit.fit(fit, predict, out)
+            _fit(fit, predict, out)
             return
         if predict is not None or out is not None:
             raise files.UserError("--predict and --out need --fit FILE.csv")
-        from fusedops._core import env
-        from fusedops.bench.communication import BACKENDS, COLLECTIVES, sizes
-        from fusedops.launch.job import join_job
-        from fusedops.launch.processes import initialize_distributed, launch
+        from fusedops.bench import communication as bench
+        from fusedops.launch.processes import initialize_distributed
 
-        names = options.words(collectives or ",".join(COLLECTIVES), COLLECTIVES, "collectives")
-        chosen = options.words(backends, BACKENDS, "backends") if backends else []
+        names = list(bench.COLLECTIVES)
+        if collectives:
+            names = options.words(collectives, bench.COLLECTIVES, "collectives")
+        chosen = options.words(backends, bench.BACKENDS, "backends") if backends else []
         with files.user_errors(ValueError):
-            bytes_of = sizes(parse_bytes(least), parse_bytes(most))
+            bytes_of = bench.sizes(parse_bytes(least), parse_bytes(most))
         if not bytes_of:
             raise files.UserError(
                 f"no power of two lies from --least {least} to --most {most}: make --most larger"
             )
-        join_job()
-        if env.launched() is None:
-            raise SystemExit(launch(ranks, sys.argv[1:]))
+        start_processes(ranks)
         with files.user_errors(RuntimeError), initialize_distributed(device) as here:
-            rows, slow = _measure(here, chosen, names, bytes_of, seconds, links)
-            if not here.rank:
-                _deliver(rows, slow, here, json_file, svg_file)
-
-
-def _measure(
-    ranks: Ranks,
-    backends: list[str],
-    names: list[str],
-    bytes_of: list[int],
-    seconds: float,
-    with_links: bool,
-) -> tuple[list[CommunicationRow], list[LinkRow]]:
-    """Measure on all ranks; the first one shows the progress."""
-    from fusedops.bench import communication as bench
-
-    first = ranks.rank == 0
-    backends = backends or bench.usual_backends(ranks)
-    with steps(len(backends) * len(names)) if first else nullcontext() as progress:
-        report = progress.done if progress else lambda text: None
-        rows = bench.measure(ranks, backends, names, bytes_of, seconds, report)
-    with activity("links of every pair of ranks", visible=first):
-        return rows, bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
+            first, chosen = here.rank == 0, chosen or bench.usual_backends(here)
+            with steps(len(chosen) * len(names)) if first else nullcontext() as progress:
+                report = progress.done if progress else lambda text: None
+                rows = bench.measure(here, chosen, names, bytes_of, seconds, report)
+            with activity("links of every pair of ranks", visible=first):
+                pairs = bench.links(here, chosen[0], bytes_of[-1]) if links else []
+            if first:
+                _deliver(rows, pairs, here, json_file, svg_file)
 
 
 def _deliver(
@@ -119,7 +93,6 @@ def _deliver(
 ) -> None:
     """Print the rows and write the files."""
     from fusedops.bench import machine, svg
-    from fusedops.cli.bench.communication_fit import show_curves
     from fusedops.planner.communication import CommunicationModel
 
     keys = [(row.collective, row.backend, str(row.ranks)) for row in rows]
@@ -134,7 +107,7 @@ def _deliver(
 
     def show(out: Console) -> None:
         _show_rows(pairs, out)
-        show_curves(model, ("collective", "backend", "ranks"), out)
+        _show_curves(model, ("collective", "backend", "ranks"), out)
         if links:
             _show_links(links, out)
 
@@ -171,18 +144,12 @@ def _deliver(
 def _show_rows(pairs: list[tuple[CommunicationRow, float]], out: Console) -> None:
     first = pairs[0][0]
     names = ("bytes", "min us", "avg us", "max us", "algbw GB/s", "busbw GB/s", "fit", "wrong")
-    cells = (
-        (
-            row.collective,
-            row.backend,
-            show_bytes(row.bytes),
-            *(f"{value:.1f}" for value in (row.min_us, row.avg_us, row.max_us)),
-            *(f"{value / 1e9:.2f}" for value in (row.algbw, row.busbw)),
-            f"{100 * residual:+.0f} %",
-            row.wrong,
-        )
-        for row, residual in pairs
-    )
+    cells = []
+    for row, residual in pairs:
+        times = (f"{value:.1f}" for value in (row.min_us, row.avg_us, row.max_us))
+        rates = (f"{value / 1e9:.2f}" for value in (row.algbw, row.busbw))
+        figures = show_bytes(row.bytes), *times, *rates, f"{100 * residual:+.0f} %", row.wrong
+        cells.append((row.collective, row.backend, *figures))
     nodes = f"{first.nodes} {'node' if first.nodes == 1 else 'nodes'}"
     title = f"{first.ranks} ranks on {nodes}, float32"
     show_table(out, ("collective", "backend", *number_columns(*names)), cells, title=title)
@@ -203,3 +170,86 @@ def _show_links(links: list[LinkRow], out: Console) -> None:
             f"{link.bandwidth / 1e9:.2f} GB/s",
             style="red",
         )
+
+
+def _fit(path: Path, predict: Path | None, out: Path | None) -> None:
+    """Fit the rows of a CSV file and predict those of another."""
+    from fusedops.bench.tables import load_rows
+    from fusedops.planner.communication import CommunicationModel
+
+    if (predict is None) != (out is None):
+        raise files.UserError("--predict FILE.csv and --out FILE.csv belong together")
+    rows = load_rows(path)
+    columns = [name for name in rows[0] if name not in _MEASURED]
+    model = CommunicationModel.fit(
+        (
+            tuple(row[name] for name in columns),
+            _positive(row, "bytes", path),
+            1e-6 * _positive(row, "time_us", path),
+        )
+        for row in rows
+    )
+    _show_curves(model, columns, console())
+    if predict is not None and out is not None:
+        _predict(model, columns, load_rows(predict), out)
+
+
+def _predict(
+    model: CommunicationModel, columns: Sequence[str], rows: list[dict[str, str]], out: Path
+) -> None:
+    from fusedops.bench.tables import csv_text
+
+    errors, predictions = [], []
+    for row in rows:
+        cells = dict.fromkeys(_PREDICTED, "")
+        curve = model.curves.get(tuple(row.get(name, "") for name in columns))
+        size = _number(row.get("bytes", ""))
+        if curve is None:
+            cells["why"] = f"no row that was fitted has these {', '.join(columns)}"
+        elif size is None:
+            cells["why"] = f"bytes = {row.get('bytes', '')!r} is not a positive number"
+        else:
+            predicted = 1e6 * curve.seconds(size)
+            cells["predicted_us"] = f"{predicted:.6g}"
+            measured = _number(row.get("time_us", ""))
+            if measured:
+                errors.append(abs(predicted / measured - 1))
+        predictions.append({**row, **cells})
+    files.write_text(out, csv_text(predictions, [*rows[0], *_PREDICTED]))
+    if errors:
+        print(
+            f"{len(errors)} measured rows: median error {100 * statistics.median(errors):.1f} %, "
+            f"largest {100 * max(errors):.1f} %"
+        )
+    print(f"wrote {out}")
+
+
+def _number(text: str) -> float | None:
+    """Return a positive number, or ``None`` where a cell is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def _positive(row: Mapping[str, str], name: str, path: Path) -> float:
+    value = _number(row.get(name, ""))
+    if value is None:
+        raise files.UserError(
+            f"{path}: {name} = {row.get(name, '')!r} is not a positive number, in the row "
+            f"{', '.join(row.values())}: correct the row, or remove it"
+        )
+    return value
+
+
+def _show_curves(model: CommunicationModel, key: Sequence[str], out: Console) -> None:
+    """Print the curves; ``key`` names what their keys hold."""
+    figures = number_columns("latency us", "regimes from bytes", "GB/s of each")
+    cells = []
+    for values, curve in model.curves.items():
+        knees = " ".join(show_bytes(knee) for knee in (0, *curve.knees))
+        rates = " ".join(f"{1e-9 / slope:.2f}" if slope else "-" for slope in curve.slopes)
+        cells.append((*values, f"{1e6 * curve.latency:.1f}", knees, rates))
+    title = "time = latency + bytes / bandwidth, by regime"
+    show_table(out, (*key, *figures), cells, title=title)

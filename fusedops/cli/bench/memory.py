@@ -1,42 +1,49 @@
-"""The command line of ``fusedops bench memory``."""
+"""The command lines of ``fusedops bench memory`` and ``fusedops bench arena``."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from fusedops.cli import output
-from fusedops.cli.bench import models, options
+from fusedops.cli.bench import options
 from fusedops.terminal import files
 from fusedops.terminal.console import DISTURBED, number_columns, show_table
-from fusedops.terminal.progress import steps
+from fusedops.terminal.progress import sigterm_interrupts, steps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedops.bench.conditions import Conditions
-    from fusedops.bench.memory import MemoryRow
+    from fusedops.bench.memory import ArenaStepRow, MemoryRow
+    from fusedops.bench.model_zoo import ModelSize
+    from fusedops.memory.arena import Placement
     from fusedops.memory.measurement.report import MemoryReport
+
+_COLUMNS = ("lower", "upper", "size")
 
 
 def memory(
-    family: Annotated[str, typer.Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
+    family: Annotated[str, Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
     dtype: options.Dtypes = "float32",
     device: options.Device = "cpu",
-    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
-    layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
-    tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
+    hidden: options.SmallHidden = 512,
+    layers: Annotated[int, Option(min=2, help="Number of layers.")] = 4,
+    tokens: options.Tokens = "4x256",
     seconds: Annotated[float, options.seconds_per("model and dtype")] = 20.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRows = None,
     svg_file: Annotated[
-        Path | None, typer.Option("--svg", help="Draw plain and recomputed steps of the first row.")
+        Path | None, Option("--svg", help="Draw plain and recomputed steps of the first row.")
     ] = None,
 ) -> None:
     """Measure a step of training under memory policies: bytes, and time against the plain step.
@@ -44,68 +51,59 @@ def memory(
     All variants are copies of one patched model, and are interleaved. A policy that changes a bit
     of the loss or of a gradient is named, and the command exits with 1: docs/memory.md.
     """
-    with files.one_line_errors():
-        files.check_environment()
-        output.check_outputs(json_file, svg_file)
+    with output.checked(json_file, svg_file):
         conditions = options.conditions(dtype, device, seconds, threads, allocator)
-        size = models.model_size(hidden, layers, tokens, 1)
+        size = options.model_size(hidden, layers, tokens)
+        from fusedops.bench import machine
+        from fusedops.bench.memory import run_case
         from fusedops.bench.model_zoo import FAMILIES
+        from fusedops.bench.results import dtype_name
+        from fusedops.runtime.timer import TimingPlan, clock_for
 
         chosen = [FAMILIES[name] for name in options.words(family, FAMILIES, "family")]
-        rows, reports, record = _measure(chosen, size, conditions)
-        picture = output.text_file(svg_file, partial(_picture, reports))
-        output.deliver(record, json_file, partial(_show, rows, record), picture)
+        cases = list(itertools.product(chosen, conditions.set_up()))
+        where = conditions.device
+        clock, plan = clock_for(where), TimingPlan(seconds=seconds)
+        rows: list[MemoryRow] = []
+        reports: dict[str, MemoryReport] = {}
+        with steps(len(cases)) as progress, sigterm_interrupts():
+            for of, weights in cases:
+                report = progress.reporter(f"{of.name} {dtype_name(weights)}")
+                measured, drawn = run_case(of, size, weights, where, clock, plan, report)
+                rows += measured
+                reports = reports or drawn
+                progress.advance()
+        settings = {"allocator": allocator, "seconds": seconds, "device": where.type}
+        record = {"settings": settings, "rows": [asdict(row) for row in rows]}
+        record = machine.provenance(where) | record
+        picture = output.text_file(svg_file, partial(_picture_of_steps, reports))
+        output.deliver(record, json_file, partial(_show_policies, rows, record), picture)
     if not all(row.same_bits for row in rows):
         raise typer.Exit(1)
 
 
-def _measure(
-    families: list[Any], size: Any, conditions: Conditions
-) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
-    from fusedops.bench import machine
-    from fusedops.bench.memory import run_case
-    from fusedops.bench.results import dtype_name
-    from fusedops.runtime.timer import TimingPlan, clock_for
-
-    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
-    clock, plan = clock_for(device), TimingPlan(seconds=seconds)
-    rows: list[MemoryRow] = []
-    reports: dict[str, MemoryReport] = {}
-    with steps(len(families) * len(dtypes)) as progress, options.sigterm_interrupts():
-        for family, dtype in itertools.product(families, dtypes):
-            report = options.reporter(progress, f"{family.name} {dtype_name(dtype)}")
-            measured, drawn = run_case(family, size, dtype, device, clock, plan, report)
-            rows += measured
-            reports = reports or drawn
-            progress.advance()
-    settings = {"allocator": conditions.allocator, "seconds": seconds, "device": device.type}
-    record = {"settings": settings, "rows": [asdict(row) for row in rows]}
-    return rows, reports, machine.provenance(device) | record
-
-
-def _show(rows: list[MemoryRow], record: dict[str, Any], out: Console) -> None:
+def _show_policies(rows: list[MemoryRow], record: dict[str, Any], out: Console) -> None:
     here, settings = record["machine"], record["settings"]
     figures = ("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits")
     show_table(
         out,
         ("model", "size", "dtype", "policy", *number_columns(*figures)),
-        map(_cells, rows),
+        map(_policy_cells, rows),
         title=f"a step of training under memory policies ({here['name']}, "
         f"{here['threads']} threads, allocator {settings['allocator']})",
         title_justify="left",
     )
-    out.print(
+    notes = [
         "activations: what the forward leaves for the backward; peak: of the step above weights; "
-        "x plain: time by the plain step's, median of the rounds",
-        style="dim",
-    )
+        "x plain: time by the plain step's, median of the rounds"
+    ]
     if settings["device"] == "cpu":
-        out.print(
-            "offload on a CPU moves bytes out of torch's allocator, to the same memory", style="dim"
-        )
+        notes.append("offload on a CPU moves bytes out of torch's allocator, to the same memory")
+    for note in notes:
+        out.print(note, style="dim")
 
 
-def _cells(row: MemoryRow) -> list[str]:
+def _policy_cells(row: MemoryRow) -> list[str]:
     times = [DISTURBED, "-", "-"]
     if row.trusted:
         quartiles = f"{row.overhead_q1:.2f}-{row.overhead_q3:.2f}"
@@ -115,10 +113,210 @@ def _cells(row: MemoryRow) -> list[str]:
     return [row.family, row.case, row.dtype, row.policy, *sizes, *times, bits]
 
 
-def _picture(reports: dict[str, MemoryReport]) -> str:
+def _picture_of_steps(reports: dict[str, MemoryReport]) -> str:
     from fusedops.terminal import memory_plot
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
     title = f"{first.model}: bytes of one step, without and with recomputation"
     return memory_plot.timeline(title, lines)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one of the two modes gives."""
+
+    record: dict[str, Any]
+    show: Callable[[Console], None]
+    title: str  # of the picture
+    boxes: Sequence[tuple[int, int, int, int]]  # of it: begin, end, first and last offset
+    same_bits: bool = True
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A file that was placed."""
+
+    name: str
+    buffers: dict[str, list[int]]  # by column
+    placement: Placement
+    seconds: float
+
+
+def arena(
+    sources: Annotated[
+        list[Path] | None, Argument(metavar="FILES...", help="CSV files: id,lower,upper,size.")
+    ] = None,
+    capacity: Annotated[int | None, Option(min=0, help="Bytes that are few enough.")] = None,
+    alignment: Annotated[int, Option(min=1, help="Of every offset.")] = 1,
+    seconds: Annotated[float, options.seconds_per("file, or process of --step", most=3600)] = 1.0,
+    step: Annotated[
+        bool, Option("--step", help="Time a training step with and without an arena.")
+    ] = False,
+    family: Annotated[str, Option(help="Of the model of --step.")] = "gpt2",
+    dtype: Annotated[str, Option(help="Of its weights.")] = "bfloat16",
+    hidden: options.Hidden = 512,
+    layers: options.Layers = 4,
+    tokens: options.Tokens = "4x256",
+    threads: options.Threads = 0,
+    processes: Annotated[int, Option(min=1, help="Fresh processes of --step.")] = 5,
+    patched: Annotated[bool, Option("--patched", help="Fuse the model of --step.")] = False,
+    json_file: Annotated[
+        Path | None, Option("--json", help="Write rows and offsets to a file.")
+    ] = None,
+    svg_file: Annotated[
+        Path | None, Option("--svg", help="Draw the buffers of the first file.")
+    ] = None,
+) -> None:
+    """Place buffers of known lifetimes in one block, and compare its size with the lower bound.
+
+    A file has a line for each buffer, which lives from lower up to, but not including, upper.
+    With --step no file is read: a training step is timed with and without an arena, interleaved,
+    with the system's allocator, in fresh processes. docs/memory.md.
+    """
+    with files.one_line_errors():
+        output.check_outputs(json_file, svg_file)
+        if step == bool(sources):
+            raise files.UserError("fusedops bench arena needs either FILES or --step")
+        if step:
+            size = options.model_size(hidden, layers, tokens)
+            result = _steps(family, dtype, size, seconds, threads, processes, patched)
+        else:
+            result = _placements(sources or [], capacity, alignment, seconds)
+
+        def picture() -> str:
+            from fusedops.bench.svg import rectangles
+
+            return rectangles(result.title, result.boxes)
+
+        drawn = output.text_file(svg_file, picture)
+        output.deliver(result.record, json_file, result.show, drawn)
+    if not result.same_bits:
+        raise typer.Exit(1)
+
+
+def _steps(
+    family: str,
+    dtype: str,
+    size: ModelSize,
+    seconds: float,
+    threads: int,
+    processes: int,
+    patched: bool,
+) -> _Result:
+    """Time a training step with and without an arena."""
+    from fusedops.bench import machine
+    from fusedops.bench import memory as bench
+    from fusedops.bench.model_zoo import FAMILIES
+
+    conditions = options.conditions(dtype, "cpu", seconds, threads, "system")
+    options.words(family, FAMILIES, "family")
+    dtypes = conditions.set_up()
+    if len(dtypes) != 1:
+        raise files.UserError(f"--step needs one dtype, got {dtype}")
+    given = (family, size, dtypes[0], seconds, threads, processes, patched)
+    with sigterm_interrupts():
+        rows = bench.arena_steps(bench.ArenaStepSettings(*given))
+    speedup, report = statistics.median(row.speedup for row in rows), rows[0].report
+    settings = {"family": family, "dtype": dtype, "size": size.label, "patched": patched}
+    record = {"settings": settings, "rows": [asdict(row) for row in rows], "speedup": speedup}
+    return _Result(
+        machine.provenance(conditions.device) | record,
+        partial(_show_steps, rows, speedup),
+        f"{family} {size.label}: {report.block_bytes} bytes, bound {report.bound_bytes}",
+        report.boxes,
+        all(row.same_bits for row in rows),
+    )
+
+
+def _show_steps(rows: Sequence[ArenaStepRow], speedup: float, out: Console) -> None:
+    names = ("plain ms", "arena ms", "plain / arena", "quartiles", "block / bound", "bits")
+    columns = ("process", *number_columns(*names))
+    show_table(out, columns, ((number, *_step_cells(row)) for number, row in enumerate(rows, 1)))
+    out.print(f"median of {len(rows)} processes: {speedup:.2f}")
+    out.print(str(rows[0].report), style="dim")
+
+
+def _step_cells(row: ArenaStepRow) -> list[str]:
+    times = [DISTURBED, "-", "-", "-"]
+    if row.trusted:
+        times = [f"{row.plain_ms:.1f}", f"{row.arena_ms:.1f}", f"{row.speedup:.2f}"]
+        times.append(f"{row.speedup_q1:.2f}-{row.speedup_q3:.2f}")
+    share = row.report.block_bytes / max(row.report.bound_bytes, 1)
+    return [*times, f"{share:.4f}", "same" if row.same_bits else "OTHER"]
+
+
+def _placements(
+    sources: Sequence[Path], capacity: int | None, alignment: int, seconds: float
+) -> _Result:
+    """Place the buffers of each file."""
+    from fusedops.memory.arena import place
+
+    rows = []
+    with steps(len(sources)) as progress, sigterm_interrupts():
+        for source in sources:
+            progress.describe(source.name)
+            buffers = _read(source)
+            given = (buffers[name] for name in _COLUMNS)
+            began = time.perf_counter()
+            try:
+                placed = place(*given, capacity=capacity, alignment=alignment, seconds=seconds)
+            except ValueError as error:
+                raise files.UserError(f"{source}: {error}") from None
+            rows.append(_Row(source.name, buffers, placed, time.perf_counter() - began))
+            progress.advance()
+    first = rows[0]
+    columns = (*(first.buffers[name] for name in _COLUMNS), first.placement.offsets)
+    return _Result(
+        {"rows": [_record(row) for row in rows]},
+        partial(_show, rows),
+        f"{first.name}: {first.placement.height} bytes, bound {first.placement.bound}",
+        [
+            (begin, end, offset, offset + size)
+            for begin, end, size, offset in zip(*columns, strict=True)
+        ],
+    )
+
+
+def _read(source: Path) -> dict[str, list[int]]:
+    """Return the columns of a file."""
+    from fusedops.bench.tables import load_rows
+
+    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    for number, row in enumerate(load_rows(source), 2):
+        for name, column in columns.items():
+            text = row.get(name)
+            try:
+                column.append(int(text or ""))
+            except ValueError:
+                raise files.UserError(
+                    f"{source}, line {number}: {name} must be an integer, got {text!r}; the first "
+                    "line must be id,lower,upper,size"
+                ) from None
+    return columns
+
+
+def _show(rows: list[_Row], out: Console) -> None:
+    cells = []
+    for row in rows:
+        placement = row.placement
+        words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
+        words = words if placement.fits else "larger than the capacity"
+        sizes = len(placement.offsets), placement.bound, placement.height
+        cells.append((row.name, *sizes, f"{1 + placement.gap:.4f}", f"{row.seconds:.2f}", words))
+    figures = number_columns("buffers", "bound", "block", "block / bound", "seconds")
+    show_table(out, ("file", *figures, ""), cells)
+
+
+def _record(row: _Row) -> dict[str, object]:
+    placement = row.placement
+    return {
+        "file": row.name,
+        "buffers": len(placement.offsets),
+        "bound": placement.bound,
+        "block": placement.height,
+        "fits": placement.fits,
+        "exact": placement.exact,
+        "seconds": row.seconds,
+        "offsets": list(placement.offsets),
+    }

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from fusedops.cli import output
-from fusedops.cli.bench import (
-    arena,
-    communication,
-    device,
-    generation,
-    memory,
-    models,
-    options,
-    scaling,
-)
+from fusedops.cli.bench import communication, memory, models, options, small_models
 from fusedops.cli.default_group import DefaultGroup
 from fusedops.terminal import files
 
@@ -29,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusedops.bench.compare import RecordComparison, RowChange
-    from fusedops.cli.bench.recorder import BenchRecorder, Job
+    from fusedops.bench.runner import BenchRun, BenchSettings, Job
     from fusedops.specs import BenchCase, Spec
 
 
@@ -38,17 +29,15 @@ class _Group(DefaultGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
-    add_completion=False,
-    help="Measure ops and whole models, compare two measurements.",
+    cls=_Group, add_completion=False, help="Measure ops and whole models, compare two measurements."
 )
 app.command(cls=models.Command)(models.models)
 app.command()(memory.memory)
-app.command()(arena.arena)
+app.command()(memory.arena)
 app.command()(communication.communication)
-app.command()(device.device)
-app.command()(scaling.scaling)
-app.command()(generation.generate)
+app.command()(small_models.device)
+app.command()(small_models.scaling)
+app.command()(small_models.generate)
 
 
 @app.command(
@@ -57,41 +46,32 @@ app.command()(generation.generate)
 )
 def run(
     ops: Annotated[
-        list[str] | None,
-        typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
+        list[str] | None, Argument(help="Ops, moe_layer, or moe for all of both; none: every op.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
+    every: Annotated[bool, Option("--all", help="All ops.")] = False,
     dtype: options.Dtypes = "float32,bfloat16",
     device: options.Device = "cpu",
     sizes: Annotated[
-        str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
+        str, Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
     ] = "",
-    all_sizes: Annotated[
-        bool, typer.Option("--all-sizes", help="Every size of the specs.")
-    ] = False,
+    all_sizes: Annotated[bool, Option("--all-sizes", help="Every size of the specs.")] = False,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A size of your own, by the op's dimensions: rows=4096,columns=1024; repeatable."
-        ),
+        Option(help="Another size, by dimensions: rows=4096,columns=1024; repeatable."),
     ] = None,
     variants: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: compile, fusedops, fusedops:cpp, a peer... eager runs always."
-        ),
+        str, Option(help="Comma-separated: compile, fusedops, fusedops:cpp... eager runs always.")
     ] = "",
     all_backends: Annotated[
-        bool,
-        typer.Option("--all-backends", help="Also the reference, and the chosen backend by name."),
+        bool, Option("--all-backends", help="Also the reference, and the chosen backend by name.")
     ] = False,
     no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
+        bool, Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
+        bool, Option("--quick", help="Few samples, no torch.compile: a first look.")
     ] = False,
-    seconds: options.SecondsPerSize = 1.5,
+    seconds: Annotated[float, options.seconds_per("size, direction and dtype")] = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRecord = None,
@@ -99,20 +79,18 @@ def run(
     svg_file: options.SvgFile = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
+        Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
     ] = None,
 ) -> None:
-    """Measure ops against eager torch, torch.compile and installed peers.
+    """Measure ops against eager torch, torch.compile and, in a checkout, other libraries.
 
     Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
     peak memory and error against float64. Variants are interleaved; results are medians without
     disturbed samples: bench/README.md has the protocol.
     """
-    with files.one_line_errors():
-        files.check_environment()
+    with output.checked(json_file, csv_file, svg_file, results=results):
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        output.check_outputs(json_file, csv_file, svg_file, results=results)
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
@@ -122,31 +100,24 @@ def run(
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
         compiled = not (no_compile or quick or (only and "compile" not in only))
-        from fusedops.bench import chart, table
-        from fusedops.bench.results import save_csv, save_json, save_results
-        from fusedops.cli.bench.recorder import BenchRecorder, deliver
+        from fusedops.bench.runner import BenchRun
 
-        recorder = BenchRecorder(conditions, conditions.timing(), compiled=compiled)
-        jobs = _jobs(recorder, plan, only, all_backends=all_backends, json_file=json_file)
-        complete = recorder.run(jobs)
-        written = (json_file, save_json), (csv_file, save_csv), (svg_file, chart.save)
-        deliver(recorder.record(), table.show, *written, (results, save_results))
+        measured = BenchRun(conditions, conditions.timing(), compiled=compiled)
+        jobs = _jobs(measured, plan, json_file)
+        complete = measured.run(jobs, only=only, all_backends=all_backends)
+        outputs = json_file, csv_file, svg_file, results
+        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv")
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="The record to compare with.")],
-    after: Annotated[Path, typer.Argument(help="The record that is judged.")],
-    fail_if_slower: Annotated[
-        str, typer.Option(help="Allowed slowdown of a row, such as 5%.")
-    ] = "5%",
+    before: Annotated[Path, Argument(help="The record to compare with.")],
+    after: Annotated[Path, Argument(help="The record that is judged.")],
+    fail_if_slower: Annotated[str, Option(help="Allowed slowdown of a row, such as 5%.")] = "5%",
     allow_different: Annotated[
-        bool,
-        typer.Option(
-            "--allow-different", help="Compare even if machine, settings or dtype differ."
-        ),
+        bool, Option("--allow-different", help="Compare even if machine, settings or dtype differ.")
     ] = False,
 ) -> None:
     """List the rows of fusedops that became slower beyond their spread; exit with 1 if any did."""
@@ -154,8 +125,7 @@ def compare(
     from fusedops.bench.compare import parse_share
     from fusedops.bench.results import load_json
 
-    with files.one_line_errors():
-        files.check_environment()
+    with output.checked():
         allowed = parse_share(fail_if_slower)
         verdict = judge(
             load_json(before), load_json(after), allowed=allowed, allow_different=allow_different
@@ -180,33 +150,33 @@ def _specs(ops: list[str]) -> list[Spec]:
 
 
 def _cases(
-    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: Sequence[str] = ()
+    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: list[str]
 ) -> list[tuple[Spec, BenchCase]]:
     """Return what to measure, in order."""
     from fusedops.cli.bench.shape import case_of, example
 
     if shapes:
         return [(spec, case_of(spec, text)) for spec in specs for text in shapes]
+    every = [(spec, case) for spec in specs for case in spec.bench_cases]
     if sizes:
-        every = [(spec, case) for spec in specs for case in spec.bench_cases]
         exact = [(spec, case) for spec, case in every if case.label == sizes]
         if exact:
             return exact
+        known = dict.fromkeys(_size(case) for _, case in every)
         try:
-            requested = options.words(
-                sizes, dict.fromkeys(_size(case) for _, case in every), "sizes"
-            )
+            requested = options.words(sizes, known, "sizes")
         except files.UserError as error:
             own = ""
             if len(specs) == 1 and specs[0].bench_case:
                 own = f"; a size of your own is --shape {example(specs[0])}"
             raise files.UserError(f"{error}{own}") from None
         return [(spec, case) for spec, case in every if _size(case) in requested]
+    if all_sizes:
+        return every
     plan = []
     for spec in specs:
-        cases = [case for case in spec.bench_cases if case.headline or all_sizes]
-        cases = cases or list(spec.bench_cases[:1])
-        plan += [(spec, case) for case in (cases[:1] if quick and not all_sizes else cases)]
+        cases = [case for case in spec.bench_cases if case.headline] or spec.bench_cases[:1]
+        plan += [(spec, case) for case in (cases[:1] if quick else cases)]
     return plan
 
 
@@ -224,39 +194,31 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
     return options.words(text, known, "variants")
 
 
-def _jobs(
-    recorder: BenchRecorder,
-    plan: list[tuple[Spec, BenchCase]],
-    only: list[str],
-    *,
-    all_backends: bool,
-    json_file: Path | None,
-) -> list[Job]:
+def _jobs(run: BenchRun, plan: list[tuple[Spec, BenchCase]], json_file: Path | None) -> list[Job]:
     """Return what measures each op, size and dtype.
 
     After each the file has all rows so far: a process that runs out of memory is not asked.
     """
-    from fusedops.bench.cases import BenchSettings, CaseSettings, host_overhead, run_case
+    from fusedops.bench.cases import host_overhead, run_case
     from fusedops.bench.results import dtype_name, save_json
 
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
 
-    def measure(spec: Spec, case: BenchCase, dtype: torch.dtype, given: BenchSettings) -> None:
-        settings = CaseSettings(**vars(given), only=only, all_backends=all_backends)
+    def measure(spec: Spec, case: BenchCase, dtype: torch.dtype, settings: BenchSettings) -> None:
         if (spec.name, dtype) not in overhead:
             settings.report("host overhead")
             overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
         rows, notes = run_case(spec, case, dtype, settings, overhead[spec.name, dtype])
-        recorder.rows += rows
-        recorder.notes += notes
+        run.rows += rows
+        run.notes += notes
         if json_file is not None:
             with suppress(OSError, files.UserError):  # reported when all is written
-                save_json(json_file, recorder.record())
+                save_json(json_file, run.record())
 
     return [
         (f"{spec.name} {case.label} {dtype_name(dtype)}", partial(measure, spec, case, dtype))
         for spec, case in plan
-        for dtype in recorder.dtypes
+        for dtype in run.dtypes
     ]
 
 

@@ -1,15 +1,14 @@
-"""What the commands of ``fusedops bench`` share: words that must be known, a device, signals."""
+"""What the commands of ``fusedops bench`` share: options, and the values that they stand for."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops._core import spelling
 from fusedops.terminal import files
@@ -17,8 +16,8 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     import torch
 
-    from fusedops.bench.conditions import Conditions
-    from fusedops.terminal.progress import Steps
+    from fusedops.bench.model_zoo import ModelSize
+    from fusedops.bench.runner import Conditions
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -30,30 +29,25 @@ def finite(seconds: float) -> float:
     return seconds
 
 
-# Options that several commands have.
-Dtypes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[
-    int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-]
-Allocator = Annotated[
-    str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-]
-
-
 def seconds_per(what: str, most: float = 600) -> Any:
     """Return an option for how long something is measured."""
-    return typer.Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
+    return Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
 
 
-SecondsPerSize = Annotated[float, seconds_per("size, direction and dtype")]
-Hidden = Annotated[int, typer.Option(min=64, help="Width; heads have 64.")]
-Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
-Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
-JsonRecord = Annotated[Path | None, typer.Option("--json", help="Write the record.")]
-JsonRows = Annotated[Path | None, typer.Option("--json", help="Write the rows.")]
-SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")]
-CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows.")]
+# Options that several commands have.
+Dtypes = Annotated[str, Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
+Device = Annotated[str, Option(help="cpu or cuda.")]
+Threads = Annotated[int, Option(min=0, help="CPU threads; 0: one per physical core.")]
+Allocator = Annotated[str, Option(help="C allocator settings: tuned or system.")]
+Hidden = Annotated[int, Option(min=64, help="Width; heads have 64.")]
+SmallHidden = Annotated[int, Option(min=16, help="Width; heads have 64.")]
+Layers = Annotated[int, Option(min=1, help="Number of layers.")]
+Vocabulary = Annotated[int, Option(min=2, help="Size of the vocabulary.")]
+Tokens = Annotated[str, Option(help="Sequences x tokens.")]
+JsonRecord = Annotated[Path | None, Option("--json", help="Write the record.")]
+JsonRows = Annotated[Path | None, Option("--json", help="Write the rows.")]
+SvgFile = Annotated[Path | None, Option("--svg", help="Draw the rows.")]
+CsvRows = Annotated[Path | None, Option("--csv", help="Write the rows.")]
 
 
 def conditions(
@@ -70,7 +64,7 @@ def conditions(
     Raises:
         UserError: a word is not known, or there is no such device.
     """
-    from fusedops.bench.conditions import ALLOCATORS, Conditions
+    from fusedops.bench.runner import ALLOCATORS, Conditions
 
     names = words(dtype, DTYPES, "dtype")
     words(allocator, ALLOCATORS, "allocator")
@@ -102,6 +96,34 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 
 
+def sequences_and_tokens(text: str) -> tuple[int, int]:
+    """Return both numbers of ``--tokens``, such as ``4x256``."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {text!r}")
+    return int(sizes[0]), int(sizes[1])
+
+
+def model_size(hidden: int, layers: int, tokens: str, steps: int = 1) -> ModelSize:
+    """Return the size of a model of transformers that the options ask for."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+    from fusedops.bench.model_zoo import ModelSize
+
+    if hidden % 16:
+        raise files.UserError(f"--hidden must be a multiple of 16, got {hidden}")
+    if not tokens:
+        return ModelSize(hidden, layers, steps=steps)
+    batch, seq_len = sequences_and_tokens(tokens)
+    if seq_len < 2:
+        raise files.UserError(f"--tokens must have sequences of 2 tokens or more, got {tokens!r}")
+    return ModelSize(hidden, layers, batch, seq_len, steps)
+
+
 def device(text: str) -> torch.device:
     """Return the device that ``text`` names, which must be here; a GPU is made the current one."""
     import torch
@@ -111,47 +133,17 @@ def device(text: str) -> torch.device:
         chosen = torch.device(text)
     except RuntimeError:
         raise files.UserError(f"unknown device {text!r}: known are cpu, cuda, cuda:N") from None
-    if chosen.type == "cpu" and chosen.index:
-        raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cpu":
+        if chosen.index:
+            raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
+        return chosen
+    if not torch.cuda.is_available():
         raise files.UserError(
             "device cuda was asked for, but this torch sees no CUDA device: "
             "fusedops doctor shows what is installed; --device cpu measures the CPU"
         )
-    if chosen.type == "cuda":
-        if (chosen.index or 0) >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise files.UserError(
-                f"there is no device {text}: this torch sees {count}, from cuda:0 on"
-            )
-        torch.cuda.set_device(chosen)
+    count = torch.cuda.device_count()
+    if (chosen.index or 0) >= count:
+        raise files.UserError(f"there is no device {text}: this torch sees {count}, from cuda:0 on")
+    torch.cuda.set_device(chosen)
     return chosen
-
-
-def check_transformers() -> None:
-    """Raise unless the library is there that models come from."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise files.UserError(
-            "the models come from transformers, which is not installed (pip install transformers)"
-        ) from None
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM, by which ``timeout`` and batch systems end a program, do what Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def reporter(progress: Steps, title: str) -> Callable[[str], None]:
-    """Return a function that shows what of ``title`` is being done."""
-    return lambda what: progress.describe(f"{title}: {what}")

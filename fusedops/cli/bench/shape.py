@@ -15,8 +15,6 @@ from fusedops.cli.bench import options
 from fusedops.specs import BenchCase, Spec
 from fusedops.terminal import files
 
-_FLAGS = {"true": True, "false": False}
-
 
 def case_of(spec: Spec, text: str) -> BenchCase:
     """Return the benchmark row of an op at a size such as ``rows=4096,columns=1024``.
@@ -35,11 +33,12 @@ def case_of(spec: Spec, text: str) -> BenchCase:
         options.check_known(name, parameters, f"dimension of {spec.name}")
         if name in values:
             raise files.UserError(f"--shape has {name} twice: give it once")
-        values[name] = _value(name, value, parameters[name].annotation)
-    required = [
-        name for name, parameter in parameters.items() if parameter.default is parameter.empty
-    ]
-    missing = [name for name in required if name not in values]
+        _, expected, parse = _KINDS[_kind(parameters[name])]
+        try:
+            values[name] = parse(value)
+        except (KeyError, ValueError):
+            raise files.UserError(f"--shape: {name} must be {expected}, got {value!r}") from None
+    missing = [name for name in parameters if name not in values and _required(parameters[name])]
     if missing:
         raise files.UserError(
             f"--shape of {spec.name} lacks {', '.join(missing)}: it takes {example(spec)}"
@@ -54,8 +53,8 @@ def example(spec: Spec) -> str:
     """Return what an op takes, as a user writes it; what may be left out is in brackets."""
     words = []
     for name, parameter in _parameters(spec).items():
-        word = f"{name}={_placeholder(parameter.annotation)}"
-        words.append(word if parameter.default is parameter.empty else f"[{word}]")
+        word = f"{name}={_KINDS[_kind(parameter)][0]}"
+        words.append(word if _required(parameter) else f"[{word}]")
     return ",".join(words)
 
 
@@ -63,40 +62,37 @@ def _parameters(spec: Spec) -> dict[str, inspect.Parameter]:
     if spec.bench_case is None:
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(spec.bench_case, eval_str=True).parameters
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in named and name != "headline"
-    }
+    parameters = inspect.signature(spec.bench_case, eval_str=True).parameters.values()
+    return {one.name: one for one in parameters if one.kind in named and one.name != "headline"}
 
 
-def _kind(annotation: Any) -> Any:
+def _required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty
+
+
+def _kind(parameter: inspect.Parameter) -> Any:
     """Return the type without ``None``, and ``tuple`` for a tuple of sizes."""
+    annotation = parameter.annotation
     if isinstance(annotation, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     return typing.get_origin(annotation) or annotation
 
 
-def _placeholder(annotation: Any) -> str:
-    return {int: "N", tuple: "NxN", float: "0.1", bool: "true"}.get(_kind(annotation), "WORD")
+def _size(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise ValueError
+    return int(text)
 
 
-def _value(name: str, text: str, annotation: Any) -> Any:
-    kind = _kind(annotation)
-    if kind is bool:
-        options.check_known(text, _FLAGS, f"value of {name}")
-        return _FLAGS[text]
-    if kind is float:
-        try:
-            return float(text)
-        except ValueError:
-            raise files.UserError(f"--shape: {name} must be a number, got {text!r}") from None
-    if kind is str:
-        return text
-    sizes = text.split("x") if kind is tuple else [text]
-    if not all(size.isdecimal() and 0 < int(size) < 2**31 for size in sizes):
-        expected = "sizes from 1 on, such as 16x64" if kind is tuple else "an integer from 1 on"
-        raise files.UserError(f"--shape: {name} must be {expected}, got {text!r}")
-    numbers = tuple(int(size) for size in sizes)
-    return numbers if kind is tuple else numbers[0]
+# By the type of a dimension: how a user writes it, what it must be, and how it is read.
+_KINDS: dict[Any, tuple[str, str, Any]] = {
+    int: ("N", "an integer from 1 on", _size),
+    tuple: (
+        "NxN",
+        "sizes from 1 on, such as 16x64",
+        lambda text: tuple(map(_size, text.split("x"))),
+    ),
+    float: ("0.1", "a number", float),
+    bool: ("true", "true or false", {"true": True, "false": False}.__getitem__),
+    str: ("WORD", "a word", str),
+}

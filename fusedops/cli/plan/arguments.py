@@ -1,11 +1,15 @@
-"""Options that the commands of ``fusedops plan`` share, and the values that they stand for."""
+"""What the commands of ``fusedops plan`` share: options, and the values that they stand for."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from fusedops.cli.bench import options
 from fusedops.terminal import files
@@ -17,69 +21,126 @@ if TYPE_CHECKING:
 
 _MOST_DEVICES = 1 << 16
 
-Model = Annotated[
-    str,
-    typer.Option(help="A published model (fusedops plan models lists them), or a config.json."),
-]
-Devices = Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")]
-Device = Annotated[str, typer.Option(help="A known device (h100, a100-80), or a TOML file of one.")]
+Devices = Annotated[int, Option(min=1, max=_MOST_DEVICES, help="Number of devices.")]
+Device = Annotated[str, Option(help="A known device (h100, a100-80), or a TOML file of one.")]
 DeviceMemory = Annotated[
-    str, typer.Option(help="Memory of each device: 32GiB, 80GB; default: what --device has.")
+    str, Option(help="Memory of each device: 32GiB, 80GB; default: what --device has.")
 ]
-SequenceLength = Annotated[
-    int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
-]
-Precision = Annotated[
-    str,
-    typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/estimates.md."),
-]
-Kernels = Annotated[
-    str, typer.Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
-]
-TensorParallel = Annotated[
-    str, typer.Option("--tp", help="Comma-separated sizes to try; default: 1,2,4,8.")
-]
-Pipeline = Annotated[str, typer.Option("--pp", help="The same; default: divisors of the layers.")]
-Experts = Annotated[str, typer.Option("--ep", help="The same; default: divisors of the experts.")]
-Schedule = Annotated[
-    str, typer.Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
-]
-Virtual = Annotated[
-    int, typer.Option(min=0, help="Stages of a pipeline rank; 0: the schedule's default.")
-]
-Zero = Annotated[str, typer.Option(help="Comma-separated ZeRO stages to try.")]
-Recompute = Annotated[
-    str, typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation.")
-]
-Offload = Annotated[
-    str, typer.Option(help="Comma-separated: none, optimizer, optimizer+activations.")
-]
-ChunkedLoss = Annotated[
-    bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits in chunks.")
-]
-ExpertImbalance = Annotated[
-    float, typer.Option(min=1, help="Rows of the busiest expert-parallel rank, by their mean.")
-]
-JsonFile = Annotated[
-    str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
-]
-SCHEDULES = "1f1b,interleaved,zero_bubble,zbv"
-RECOMPUTE = "none,selective,full"
-OFFLOAD = "none,optimizer,optimizer+activations"
+JsonFile = Annotated[str, Option("--json", help="Write all rows to a file; -: print them instead.")]
 
 
-def model_sizes(name: str) -> TransformerConfig:
-    """Return the sizes of a known model, or of a configuration file."""
-    if not name:
-        raise files.UserError("--model is missing: a name (fusedops plan models) or a config.json")
-    from fusedops.models import from_config, preset
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What both searches for layouts take from the command line."""
 
-    file = _configuration(name)
-    try:
-        return preset(name) if file is None else from_config(file, sizes_only=True)
-    except (ValueError, TypeError) as error:
-        where = f"{file}: " if file is not None and str(file) not in str(error) else ""
-        raise files.UserError(f"{where}{error}") from None
+    model: Annotated[str, Option(help="A name (fusedops plan models), or a config.json.")] = ""
+    devices: Devices = 8
+    device: Device = ""
+    memory: DeviceMemory = ""
+    seq_len: Annotated[int, Option(min=0, help="Tokens of a sequence; 0: the model's longest.")] = 0
+    precision: Annotated[
+        str, Option(help="float32, autocast, mixed, half-gradients, half: docs/estimates.md.")
+    ] = "mixed"
+    kernels: Annotated[
+        str, Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
+    ] = "fused"
+    tp: Annotated[str, Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = ""
+    pp: Annotated[str, Option(help="The same; default: divisors of the layers.")] = ""
+    ep: Annotated[str, Option(help="The same; default: divisors of the experts.")] = ""
+    schedule: Annotated[
+        str, Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
+    ] = "1f1b,interleaved,zero_bubble,zbv"
+    virtual: Annotated[int, Option(min=0, help="Stages of a pipeline rank; 0: usual.")] = 0
+    zero: Annotated[str, Option(help="Comma-separated ZeRO stages to try.")] = "0,1,2,3"
+    recompute: Annotated[
+        str, Option(help="Comma-separated: none, selective, full; or scores+norm+activation.")
+    ] = "none,selective,full"
+    offload: Annotated[
+        str, Option(help="Comma-separated: none, optimizer, optimizer+activations.")
+    ] = "none,optimizer,optimizer+activations"
+    chunked_loss: Annotated[bool, Option("--chunked-loss", help="Logits in chunks.")] = False
+    expert_imbalance: Annotated[
+        float, Option(min=1, help="Rows of the busiest expert rank by their mean.")
+    ] = 1.0
+    json_file: JsonFile = ""
+
+    def sizes(self) -> TransformerConfig:
+        """Return the sizes of the model that is named, or of its configuration file."""
+        if not self.model:
+            raise files.UserError(
+                "--model is missing: a name (fusedops plan models) or a config.json"
+            )
+        from fusedops.models import from_config, preset
+
+        file = _configuration(self.model)
+        try:
+            return preset(self.model) if file is None else from_config(file, sizes_only=True)
+        except (ValueError, TypeError) as error:
+            where = f"{file}: " if file is not None and str(file) not in str(error) else ""
+            raise files.UserError(f"{where}{error}") from None
+
+    def base(self, **others: Any) -> Layout:
+        """Return what is not searched for; ``others`` are further fields of a layout."""
+        from fusedops.planner import Layout
+        from fusedops.planner.layout import KERNELS, PRECISIONS
+
+        options.check_known(self.precision, PRECISIONS, "precision")
+        options.check_known(self.kernels, KERNELS, "kernels")
+        names = ("precision", "kernels", "chunked_loss", "expert_imbalance")
+        given = {name: getattr(self, name) for name in names}
+        with files.user_errors(ValueError, TypeError):
+            return Layout.of(seq_len=self.seq_len or None, **given, **others)
+
+    def choices(self) -> dict[str, Any]:
+        """Return what is to be tried, by the names that the searches take."""
+        from fusedops.parallel.pipeline.schedules import SCHEDULES
+        from fusedops.planner.layout import OFFLOADS, RECOMPUTE
+
+        tried: dict[str, Any] = {name: _numbers(getattr(self, name), name) for name in _SIZES}
+        tried["zero"] = _numbers(self.zero or ",", "zero", least=0, most=3)
+        words = list(dict.fromkeys(options.split(self.recompute)))
+        if not words:
+            raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
+        for word in "+".join(words).split("+"):
+            options.check_known(word, RECOMPUTE, "recompute")
+        tried["recompute"] = words
+        offloads = []
+        for text in self.offload.split(","):
+            words = options.split(text, "+")
+            for word in words:
+                options.check_known(word, ("none", *OFFLOADS), "offload")
+            offloads.append(tuple(dict.fromkeys(word for word in words if word != "none")))
+        tried["offload"] = list(dict.fromkeys(offloads))
+        schedules = options.words(self.schedule, SCHEDULES, "schedule")
+        tried["schedule"] = tuple(dict.fromkeys(schedules))
+        return tried
+
+
+_SIZES = ("tp", "pp", "ep")
+
+
+def takes_search_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command have ``SearchOptions`` in front of its own options.
+
+    It gets them as its first argument.
+    """
+    hints = get_type_hints(SearchOptions, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in fields(SearchOptions)
+    ]
+    names = [parameter.name for parameter in parameters]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters += [parameter.replace(kind=keyword) for parameter in own]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(SearchOptions(**{name: given.pop(name) for name in names}), **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def device_memory(device: str, memory: str) -> int:
@@ -88,17 +149,6 @@ def device_memory(device: str, memory: str) -> int:
 
     with files.user_errors(ValueError):
         return parse_bytes(memory) if memory else load_device(device).memory.usable
-
-
-def base_layout(**base: Any) -> Layout:
-    """Return what is not searched for; names are those of ``Layout.of``."""
-    from fusedops.planner import Layout
-    from fusedops.planner.layout import KERNELS, PRECISIONS
-
-    options.check_known(base["precision"], PRECISIONS, "precision")
-    options.check_known(base["kernels"], KERNELS, "kernels")
-    with files.user_errors(ValueError, TypeError):
-        return Layout.of(**base)
 
 
 def _configuration(name: str) -> Path | None:
@@ -115,36 +165,6 @@ def _configuration(name: str) -> Path | None:
     if path.is_file():
         raise files.UserError(f"--model: {name} is no configuration: its name must end in .json")
     return None
-
-
-def choices(
-    tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str, schedule: str
-) -> dict[str, Any]:
-    """Return what is to be tried, by the names that ``layouts`` takes."""
-    from fusedops.parallel.pipeline.schedules import SCHEDULES
-    from fusedops.planner.layout import OFFLOADS, RECOMPUTE
-
-    tried: dict[str, Any] = {
-        "tp": _numbers(tp, "tp"),
-        "pp": _numbers(pp, "pp"),
-        "ep": _numbers(ep, "ep"),
-        "zero": _numbers(zero or ",", "zero", least=0, most=3),
-    }
-    words = options.split(recompute)
-    tried["recompute"] = list(dict.fromkeys(words))
-    if not words:
-        raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
-    for word in "+".join(tried["recompute"]).split("+"):
-        options.check_known(word, RECOMPUTE, "recompute")
-    offloads = []
-    for text in offload.split(","):
-        words = options.split(text, "+")
-        for word in words:
-            options.check_known(word, ("none", *OFFLOADS), "offload")
-        offloads.append(tuple(dict.fromkeys(word for word in words if word != "none")))
-    tried["offload"] = list(dict.fromkeys(offloads))
-    tried["schedule"] = tuple(dict.fromkeys(options.words(schedule, SCHEDULES, "schedule")))
-    return tried
 
 
 def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:

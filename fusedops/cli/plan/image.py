@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.plan import arguments
@@ -24,15 +25,13 @@ PRECISIONS = {"float32": "float32", "half": "bfloat16"}
 
 
 def image(
-    model: Annotated[str, typer.Option(help="unet, or package:function of a module.")] = "unet",
-    shape: Annotated[
-        str, typer.Option(help="Of the input: batch, channels and extents, as 1x4x30000x30000.")
-    ] = "",
+    model: Annotated[str, Option(help="unet, or package:function of a module.")] = "unet",
+    shape: Annotated[str, Option(help="Of the input, as 1x4x30000x30000.")] = "",
     devices: arguments.Devices = 8,
     device: arguments.Device = "",
     memory: arguments.DeviceMemory = "",
-    precision: Annotated[str, typer.Option(help="float32 or half.")] = "float32",
-    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
+    precision: Annotated[str, Option(help="float32 or half.")] = "float32",
+    rows: Annotated[int, Option(min=1, help="Rows to show.")] = 12,
     json_file: arguments.JsonFile = "",
 ) -> None:
     """Print the cuts of a convolutional model's input over the devices, fastest first.
@@ -109,14 +108,10 @@ def _plans(
 
 
 def _record(plan: SpatialPlan, memory: int) -> dict[str, Any]:
+    names = ("cut", "memory", "seconds", "efficiency", "input", "parameters")
     return {
-        "cut": plan.cut,
+        **{name: getattr(plan, name) for name in names},
         "fits": plan.memory <= memory,
-        "memory": plan.memory,
-        "seconds": plan.seconds,
-        "efficiency": plan.efficiency,
-        "input": plan.input,
-        "parameters": plan.parameters,
         "single": asdict(plan.single),
         "ranks": [asdict(rank) for rank in plan.ranks],
     }

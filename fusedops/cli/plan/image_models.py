@@ -64,13 +64,9 @@ def _block(kinds: dict[str, Any], channels: int, width: int) -> nn.Sequential:
 
 
 def image_model(name: str, channels: int = 3, ndim: int = 2) -> nn.Module:
-    """Return a model of images by its name.
+    """Return a U-Net of so many channels and spatial dims, or what an importable function makes.
 
-    Args:
-        name: ``"unet"``, or an importable function that makes a module without arguments, as
-            ``"torchvision.models:resnet50"``.
-        channels: of the U-Net's input.
-        ndim: spatial dims of the U-Net's input.
+    ``name`` is ``"unet"``, or that of the function, as ``"torchvision.models:resnet50"``.
 
     Raises:
         ValueError: there is no such function, or it gives no module.

@@ -33,12 +33,7 @@ def kinds_of(row: TimedLayout) -> dict[str, float]:
 
 
 def picture(plan: TimedRanking, named: Sequence[str]) -> str:
-    """Return the SVG.
-
-    Args:
-        plan: with at least one row.
-        named: a line for each row.
-    """
+    """Return the SVG of at least one row; ``named`` has a line for each."""
     rows = plan.rows
     times = [kinds_of(row) for row in rows]
     sizes = [

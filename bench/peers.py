@@ -1,8 +1,8 @@
-"""What the benchmark compares ops with beside eager torch: other libraries, with our signatures.
+"""What ``fusedops bench`` compares ops with in a checkout: other libraries, with our signatures.
 
-A library of GPU kernels is imported when its peer runs. One that is not installed, or lacks what a
-call asks for, raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a
-row.
+``fusedops.bench.contenders.peers_of`` loads this file where it exists; a wheel has none. A library
+of GPU kernels is imported when its peer runs. One that is not installed, or lacks what a call asks
+for, raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a row.
 
 Liger's swiglu, geglu, rope and cross-entropy overwrite what they are given, in the forward or in
 the backward: they say so, and get copies that are made outside of what is timed.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.checks import UnsupportedError
-from fusedops.bench import hf_experts
+from fusedops.bench.layers import MOE_LAYER, Experts, routed
 from fusedops.ops import RoutingPlan
 from fusedops.specs.attention import written_out
 
@@ -381,8 +382,69 @@ def _torch_grouped_mm(
     return F.grouped_mm(input, weight, offs=offsets)
 
 
-def _by_hf_experts(
-    experts: hf_experts.Experts,
+def _hf_experts() -> dict[str, Experts]:
+    """Return label -> experts of transformers: its loop and its ``grouped_mm``; or nothing."""
+    try:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+    except ImportError:
+        return {}
+    experts: dict[str, Experts] = {}
+    loop = getattr(MixtralExperts.forward, "__wrapped__", None)
+    if loop is not None:
+        experts["hf_loop"] = functools.partial(_run_hf_experts, loop)
+    experts["hf_grouped_mm"] = functools.partial(_run_hf_experts, grouped_mm_experts_forward)
+    return experts
+
+
+def _run_hf_experts(
+    experts_forward: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Run the forward of a Mixtral layer's experts: silu, [gate | up], no bias."""
+    experts = types.SimpleNamespace(
+        num_experts=gate_up.shape[0],
+        gate_up_proj=gate_up,
+        down_proj=down,
+        act_fn=F.silu,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        _apply_gate=_apply_gate,
+    )
+    return experts_forward(experts, input, ids, weights)
+
+
+def _apply_gate(z: torch.Tensor) -> torch.Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _einsum_experts(
+    input: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Let every expert compute every token, and weigh most of it by 0."""
+    dense = weights.new_zeros(len(ids), len(gate_up)).scatter(1, ids, weights)
+    gate, up = torch.einsum("th,eoh->eto", input, gate_up).chunk(2, -1)
+    hidden = F.silu(gate) * up * dense.t().unsqueeze(-1).to(input.dtype)
+    return torch.einsum("eti,ehi->th", hidden, down)
+
+
+def _moe_layer() -> dict[str, Any]:
+    experts = {"einsum": _einsum_experts, **_hf_experts()}
+    return {name: routed(function) for name, function in experts.items()}
+
+
+def _by_experts(
+    experts: Experts,
     input: torch.Tensor,
     plan: RoutingPlan,
     w1: torch.Tensor,
@@ -396,26 +458,9 @@ def _by_hf_experts(
     return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
 
 
-def _dense_einsum(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    *biases: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Run every token through every expert and keep what the router chose."""
-    weights = input.new_zeros(input.shape[0], plan.num_experts)
-    weights = weights.scatter(1, plan.expert_ids.long(), plan.probs.to(input.dtype))
-    gate, up = torch.einsum("th,ehi->eti", input, w1).chunk(2, dim=2)
-    outputs = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
-    return torch.einsum("eth,te->th", outputs, weights)
-
-
 def _moe_mlp() -> dict[str, Any]:
-    of_hf = hf_experts.installed().items()
-    peers = {name: functools.partial(_by_hf_experts, experts) for name, experts in of_hf}
-    return {"dense_einsum": _dense_einsum, **peers}
+    experts = {"dense_einsum": _einsum_experts, **_hf_experts()}
+    return {name: functools.partial(_by_experts, function) for name, function in experts.items()}
 
 
 def _onednn(function: Callable[..., torch.Tensor]) -> Callable[[], dict[str, Any]]:
@@ -439,13 +484,9 @@ PEERS: dict[str, Callable[[], dict[str, Any]]] = {
     "linear_act": _onednn(_onednn_linear_act),
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_glu": _onednn(_onednn_linear_glu),
+    MOE_LAYER.name: _moe_layer,
     "moe_mlp": _moe_mlp,
     "rms_norm": _rms_norm,
     "rotary_embedding": _rotary_embedding,
     "swiglu": _swiglu,
 }
-
-
-def peers_of(name: str) -> dict[str, Any]:
-    """Return the peers of an op or a layer, by the names of their rows."""
-    return PEERS[name]() if name in PEERS else {}

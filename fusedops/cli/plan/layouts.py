@@ -1,4 +1,7 @@
-"""``fusedops plan time``: the fastest layouts that fit, where their time goes, and curves."""
+"""``fusedops plan`` and ``fusedops plan time``: layouts that fit, and the fastest of them.
+
+The estimates are those of ``fusedops.planner``; here are the command lines, tables and JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from fusedops.cli import output
 from fusedops.cli.plan import arguments
@@ -20,82 +24,178 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Device, Layout, TimedLayout, TimedRanking
+    from fusedops.planner import Device, Layout, LayoutRanking, TimedLayout, TimedRanking
+    from fusedops.planner.search import PlannedLayout
 
+# Columns of a terminal that shows every part of the memory.
+_WIDE = 160
 # Numbers of devices of a scaling curve, as factors.
 _SCALES = (0.25, 0.5, 1, 2, 4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What is planned: the arguments of ``fusedops.planner.fastest``, as the user gave them."""
+@arguments.takes_search_options
+def memory(
+    given: arguments.SearchOptions,
+    micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch on a rank.")] = 1,
+    microbatches: Annotated[int, Option(min=1, help="Micro-batches of a step on a rank.")] = 8,
+    cp: Annotated[int, Option(min=1, help="Context-parallel ranks.")] = 1,
+    rows: Annotated[int, Option(min=1, help="Rows that fit, and half as many others.")] = 12,
+) -> None:
+    """Print which layouts of a model fit on the devices, and the memory of each part.
 
-    name: str
+    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
+    them, are in docs/estimates.md.
+    """
+    with files.one_line_errors():
+        output.check_outputs(given.json_file)
+        sizes, choices = given.sizes(), given.choices()
+        base = given.base(micro_batch=micro_batch, microbatches=microbatches, cp=cp)
+        default = "" if given.device else "80GiB"
+        capacity = arguments.device_memory(given.device, given.memory or default)
+        from fusedops.planner import plan as search
+
+        searching = f"searching layouts of {given.devices} devices"
+        with activity(searching), files.user_errors(ValueError, TypeError):
+            virtual = given.virtual or None
+            result = search(sizes, given.devices, capacity, base, virtual=virtual, **choices)
+        show = partial(_show_memory, given.model, sizes, given.devices, result, rows)
+        record = _memory_record(given.model, sizes, given.devices, result)
+        output.deliver(record, given.json_file, show)
+    if not result.fitting:
+        raise typer.Exit(1)
+
+
+def _show_memory(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Console
+) -> None:
+    """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
+    from fusedops.planner.search import CRITERION
+
+    fits, first = plan.fitting, plan.rows[0].layout
+    training = first.training
+    out.print(
+        f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
+        f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
+        f"micro-batches, {training.precision}, {training.kernels} kernels, "
+        f"{devices} x {show_bytes(plan.memory)}"
+    )
+    shown = [*plan.rows[: min(fits, rows)], *plan.rows[fits : fits + rows // 2 + 1]]
+    narrow = out.width < _WIDE
+    columns = (
+        *number_columns("dp", "tp", "pp", "ep", "zero"),
+        *("bubble", "recompute", "offload"),
+        *number_columns("peak", "left", "host", *_parts(shown[0], narrow=narrow)),
+    )
+    cells = (_memory_cells(row, plan.memory, narrow=narrow) for row in shown)
+    show_table(out, columns, cells, padding=(0, 0) if narrow else (0, 1))
+    out.print(
+        f"{fits} of {len(plan.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
+        f"sorted: {CRITERION}",
+        style="dim",
+    )
+    for note in plan.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    out.print(plan.advice, style="green" if fits else "yellow")
+
+
+def _memory_cells(row: PlannedLayout, memory: int, *, narrow: bool) -> list[Any]:
+    config, left = row.layout.parallel, row.left(memory)
+    offload = "".join(word[0] for word in config.offload) if narrow else "+".join(config.offload)
+    # The share of a step that a pipeline loses, and its schedule.
+    bubble = f"{100 * row.layout.bubble:.0f} {config.pipeline_schedule}" if config.pp > 1 else "-"
+    return [
+        *(config.dp, config.tp, config.pp, config.ep, config.zero),
+        bubble,
+        row.layout.recompute.replace("none", "-"),
+        offload or "-",
+        _gib(row.estimate.peak),
+        f"[{'green' if left >= 0 else 'red'}]{_gib(left)}[/]",
+        _gib(row.estimate.host) if row.estimate.host else "-",
+        *(_gib(part) for part in _parts(row, narrow=narrow).values()),
+    ]
+
+
+def _parts(row: PlannedLayout, *, narrow: bool) -> dict[str, int]:
+    """Return the parts of the peak; in a narrow terminal, what is static and the rest."""
+    parts = row.estimate.parts
+    if not narrow:
+        return parts
+    static = sum(parts[name] for name in ("weights", "gradients", "states"))
+    return {"static": static, "rest": row.estimate.peak - static}
+
+
+def _gib(size: int) -> str:
+    value = size / 2**30
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _memory_record(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
+) -> dict[str, Any]:
+    """Return everything as JSON has it; bytes are whole numbers."""
+    from fusedops.models.config import describe
+
+    return {
+        "model": name,
+        "sizes": describe(model),
+        "parameters": model.parameters().total,
+        "devices": devices,
+        "memory": plan.memory,
+        "advice": plan.advice,
+        "notes": plan.notes,
+        "fitting": plan.fitting,
+        "layouts": [
+            {
+                "fits": row.left(plan.memory) >= 0,
+                "layout": row.layout.options(),
+                "bubble": row.layout.bubble,
+                "bytes": row.estimate.parts,
+                "peak": row.estimate.peak,
+                "moment": row.estimate.moment,
+                "stage": row.estimate.stage,
+                "host": row.estimate.host,
+            }
+            for row in plan.rows
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is planned."""
+
+    options: arguments.SearchOptions
     model: TransformerConfig
-    devices: int
-    device: str
     global_batch: int
     memory: int
     base: Layout
     choices: dict[str, Any]
-    rows: int
 
-    def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedRanking:
-        """Return the fastest layouts, on other numbers where they are given."""
+    def plan(self, keep: int, scale: float = 1, batch_scale: float = 1) -> TimedRanking:
+        """Return the ``keep`` fastest layouts, on more or fewer devices and sequences."""
         from fusedops.planner import fastest, load_device
 
-        devices = devices or self.devices
+        devices = round(self.options.devices * scale)
+        batch = round(self.global_batch * batch_scale)
+        limits: dict[str, Any] = {"memory": self.memory, "base": self.base, "keep": keep}
+        where = load_device(self.options.device)
         searching = f"searching layouts of {devices} devices"
         with activity(searching), files.user_errors(ValueError, TypeError):
-            return fastest(
-                self.model,
-                devices,
-                load_device(self.device),
-                global_batch or self.global_batch,
-                memory=self.memory,
-                base=self.base,
-                keep=keep or self.rows,
-                **self.choices,
-            )
+            return fastest(self.model, devices, where, batch, **limits, **self.choices)
 
 
+@arguments.takes_search_options
 def step_time(
-    model: arguments.Model = "",
-    devices: arguments.Devices = 8,
-    device: arguments.Device = "",
-    memory: arguments.DeviceMemory = "",
-    global_batch: Annotated[
-        int, typer.Option(min=0, help="Sequences of a step; 0: 8 per device.")
-    ] = 0,
-    micro_batch: Annotated[
-        int,
-        typer.Option(min=0, help="Sequences of a micro-batch on a data-parallel rank; 0: any."),
-    ] = 0,
-    seq_len: arguments.SequenceLength = 0,
-    precision: arguments.Precision = "mixed",
-    kernels: arguments.Kernels = "fused",
-    tp: arguments.TensorParallel = "",
-    pp: arguments.Pipeline = "",
-    ep: arguments.Experts = "",
-    cp: Annotated[int, typer.Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
-    schedule: arguments.Schedule = arguments.SCHEDULES,
-    virtual: arguments.Virtual = 0,
-    zero: arguments.Zero = "0,1,2,3",
-    recompute: arguments.Recompute = arguments.RECOMPUTE,
-    offload: arguments.Offload = arguments.OFFLOAD,
-    chunked_loss: arguments.ChunkedLoss = False,
-    expert_imbalance: arguments.ExpertImbalance = 1.0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 12,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print time and bytes of the first row.")
-    ] = False,
-    diff: Annotated[str, typer.Option(help="Compare two rows of the table, as 1,2.")] = "",
-    tokens: Annotated[float, typer.Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
-    scaling: Annotated[
-        bool, typer.Option("--scaling", help="Also plan fewer and more devices.")
-    ] = False,
-    svg_file: Annotated[str, typer.Option("--svg", help="Draw time and memory of the rows.")] = "",
-    json_file: arguments.JsonFile = "",
+    given: arguments.SearchOptions,
+    global_batch: Annotated[int, Option(min=0, help="Sequences of a step; 0: 8 a device.")] = 0,
+    micro_batch: Annotated[int, Option(min=0, help="Sequences of a micro-batch; 0: any.")] = 0,
+    cp: Annotated[int, Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
+    rows: Annotated[int, Option(min=1, help="Rows to show.")] = 12,
+    explain: Annotated[bool, Option("--explain", help="Explain the first row.")] = False,
+    diff: Annotated[str, Option(help="Compare two rows of the table, as 1,2.")] = "",
+    tokens: Annotated[float, Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
+    scaling: Annotated[bool, Option("--scaling", help="Also plan fewer and more devices.")] = False,
+    svg_file: Annotated[str, Option("--svg", help="Draw time and memory of the rows.")] = "",
 ) -> None:
     """Print the fastest layouts that fit on a known device, and where their time goes.
 
@@ -103,32 +203,17 @@ def step_time(
     them, are in docs/estimates.md and docs/planning.md.
     """
     with files.one_line_errors():
-        output.check_outputs(json_file, svg_file)
-        if not device:
+        output.check_outputs(given.json_file, svg_file)
+        if not given.device:
             raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
-        sizes = arguments.model_sizes(model)
-        choices = arguments.choices(tp, pp, ep, zero, recompute, offload, schedule)
-        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", virtual)):
+        sizes, choices = given.sizes(), given.choices()
+        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", given.virtual)):
             choices[name] = (size,) if size else ()
-        request = PlanRequest(
-            name=model,
-            model=sizes,
-            devices=devices,
-            device=device,
-            global_batch=global_batch or 8 * devices,
-            memory=arguments.device_memory(device, memory),
-            base=arguments.base_layout(
-                seq_len=seq_len or None,
-                precision=precision,
-                kernels=kernels,
-                chunked_loss=chunked_loss,
-                expert_imbalance=expert_imbalance,
-            ),
-            choices={name: values for name, values in choices.items() if values},
-            rows=rows,
-        )
-        plan = request.plan()
-        picture_file = output.text_file(svg_file if plan.rows else "", partial(_picture, plan))
+        choices = {name: values for name, values in choices.items() if values}
+        memory = arguments.device_memory(given.device, given.memory)
+        batch = global_batch or 8 * given.devices
+        request = PlanRequest(given, sizes, batch, memory, given.base(), choices)
+        plan = request.plan(rows)
 
         def show(out: Console) -> None:
             _show(request, plan, out)
@@ -137,27 +222,30 @@ def step_time(
             if plan.rows and diff:
                 _diff(plan, diff, out)
             if plan.rows and tokens:
-                _budget(plan.rows[0], devices, tokens, out)
+                _budget(plan.rows[0], given.devices, tokens, out)
             if scaling:
                 _scaling(request, out)
 
-        output.deliver(_record(request, plan), json_file, show, picture_file)
+        named = map(_named, plan.rows)
+        drawn = output.text_file(svg_file if plan.rows else "", lambda: picture(plan, list(named)))
+        output.deliver(_record(request, plan), given.json_file, show, drawn)
     if not plan.rows:
         raise typer.Exit(1)
 
 
 def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
     """Print the model, the table and what was looked at."""
+    given = request.options
     out.print(
-        f"[bold]{request.name}[/]: {show_count(request.model.parameters().total)} parameters, "
+        f"[bold]{given.model}[/]: {show_count(request.model.parameters().total)} parameters, "
         f"global batch {request.global_batch} x {request.base.length(request.model)} tokens, "
-        f"{request.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
+        f"{given.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)"
     )
     if plan.rows:
         sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
         times = number_columns("s", "tokens/s/device", "MFU", "GiB")
         cells = (
-            (number, *_cells(row, plan.device, request.devices))
+            (number, *_cells(row, plan.device, given.devices))
             for number, row in enumerate(plan.rows, 1)
         )
         show_table(out, (*sizes, "schedule", "recompute", "offload", *times), cells)
@@ -178,10 +266,6 @@ def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
         f"{100 * _utilization(row, device):.1f} %",
         f"{row.estimate.peak / 2**30:.1f}",
     ]
-
-
-def _picture(plan: TimedRanking) -> str:
-    return picture(plan, [_named(row) for row in plan.rows])
 
 
 def _diff(plan: TimedRanking, text: str, out: Console) -> None:
@@ -240,6 +324,8 @@ def _utilization(row: TimedLayout, device: Device) -> float:
 
 def _summary(plan: TimedRanking) -> str:
     """Return how many layouts were looked at and dropped, and why."""
+    from fusedops.planner.search import describe
+
     text = f"{plan.choices} choices of sizes, schedule and micro-batch; {plan.examined} examined"
     if plan.choices > plan.examined:
         text += ", no other is faster than the last row even without recomputation"
@@ -247,15 +333,12 @@ def _summary(plan: TimedRanking) -> str:
     if plan.too_large:
         lines.append(f"{plan.too_large} do not fit, whatever is recomputed or offloaded")
     if plan.least is not None and not plan.rows:
-        from fusedops.planner.search import describe
-
+        least, layout = plan.least.estimate.peak, describe(plan.least.layout)
         lines.append(
-            f"the least is {show_bytes(plan.least.estimate.peak)} with "
-            f"{describe(plan.least.layout)}: take more devices, or larger ones"
+            f"the least is {show_bytes(least)} with {layout}: take more devices, or larger ones"
         )
     reasons = sorted(plan.refused.items(), key=lambda item: -item[1])
-    lines += [f"{count} cannot run: {reason}" for reason, count in reasons[:5]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{count} cannot run: {why}" for why, count in reasons[:5])])
 
 
 def _explain(plan: TimedRanking, out: Console) -> None:
@@ -289,7 +372,7 @@ def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None
     days, hours = seconds / 86400, seconds / 3600 * devices
     out.print(
         f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours, without restarts, "
-        "evaluation and checkpoints",
+        "evaluation and checkpoints"
     )
 
 
@@ -303,11 +386,12 @@ def _scaling(request: PlanRequest, out: Console) -> None:
         cells: list[tuple[Any, ...]] = []
         first = 0.0
         for scale in _SCALES:
-            count = round(request.devices * scale)
-            batch = round(request.global_batch * (scale if weak else 1))
+            batch_scale = scale if weak else 1
+            count = round(request.options.devices * scale)
+            batch = round(request.global_batch * batch_scale)
             if count < 1 or batch < 1:
                 continue
-            rows = request.plan(devices=count, global_batch=batch, keep=1).rows
+            rows = request.plan(1, scale, batch_scale).rows
             if not rows:
                 cells.append((count, batch, "-", "-", "-", "nothing fits"))
                 continue
@@ -331,9 +415,9 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
     from fusedops.models.config import describe
 
     return {
-        "model": request.name,
+        "model": request.options.model,
         "sizes": describe(request.model),
-        "devices": request.devices,
+        "devices": request.options.devices,
         "device": plan.device.name,
         "memory": plan.memory,
         "global_batch": request.global_batch,
