@@ -20,6 +20,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("forward", "both")
 MODES = ("training", "forward", "decoding 1", "decoding 4")
+SIZES = ("4x256", "1x256+32", "4x256+32")  # sequences x tokens, and generated ones
 
 Row = dict[str, str]
 # (dtype, direction, variant) -> the row of an op's first headline size
@@ -103,17 +104,21 @@ def models_table() -> str:
 
 
 def models_summary() -> str:
-    """Return a line per machine and dtype: means over families, extremes and their number."""
+    """Return a line per machine and dtype: means over families, extremes and their number.
+
+    Only rows of ``SIZES`` count: in float16 on AMD some families were measured on fewer tokens.
+    """
     lines = [
-        "| processor | dtype | training | forward | decoding, 1 | decoding, 4 | torch, measured |",
+        "| processor | dtype | training | forward | generation, batch 1 | batch 4 | torch, measured |",
         "|---|---|---:|---:|---:|---:|---|",
     ]
     for record in _model_records():
         for dtype in DTYPES:
             leads: dict[str, list[float]] = {}
             for row in record.rows:
-                if row.dtype == dtype and row.lead is not None and row.trusted:
-                    sequences = row.case.split(", ")[-1].split("x")[0]
+                size = row.case.split(", ")[-1]
+                if row.dtype == dtype and row.lead is not None and row.trusted and size in SIZES:
+                    sequences = size.split("x")[0]
                     alone = row.direction != "decoding"
                     mode = row.direction if alone else f"decoding {sequences}"
                     leads.setdefault(mode, []).append(row.lead)
