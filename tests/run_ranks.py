@@ -99,20 +99,12 @@ class Pool:
 
 def _on_rank(rank: int, device: str, function: Callable[..., Any], *args: Any) -> Any:
     import torch
-    from torch import distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     unmeasured_guards.install()
-    # The cache would find equal meshes of earlier worlds, whose groups have ended.
-    _clear_sharding_prop_cache()
     if device == "cuda":
         _connect_gpus(rank)
-    # A rank that has ended closes its connections: all must have connected, and have received.
-    dist.barrier()
     torch.manual_seed(0)
-    result = function(rank, *args)
-    dist.barrier()
-    return result
+    return function(rank, *args)
 
 
 def _connect_gpus(rank: int) -> None:

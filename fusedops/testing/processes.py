@@ -142,8 +142,17 @@ def _world(store: str, rank: int, size: int, patience: float) -> Any:
     env.set_launched(rank, size)
     timeout = timedelta(seconds=patience / 2)
     connect(torch.device("cpu"), dist.FileStore(store, size), rank, size, timeout)
+    with contextlib.suppress(ImportError):
+        # DTensor's cache would find equal meshes of earlier worlds, whose groups have ended.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    # A rank that has ended closes its connections: all must have connected, and have received.
+    dist.barrier()
     try:
         yield
+        with contextlib.suppress(RuntimeError):  # of a rank that failed
+            dist.barrier()
     finally:
         dist.destroy_process_group()
 
