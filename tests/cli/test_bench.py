@@ -106,6 +106,12 @@ def measured(specs: dict[str, Spec], tmp_path: Path) -> Callable[..., BenchRecor
     return run
 
 
+def test_every_op_has_a_row_in_the_default_run() -> None:
+    specs = all_specs().items()
+    headlines = {name: [case for case in spec.bench_cases if case.headline] for name, spec in specs}
+    assert [name for name, cases in headlines.items() if not cases] == []
+
+
 def test_files_hold_the_same_rows(tmp_path: Path) -> None:
     paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "svg")}
     options = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
