@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama
 import fusedops
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations import describe
+from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.rules import attention
 from fusedops.integrations.hf.rules.rule import PatchRule, always
 
@@ -247,6 +248,19 @@ def test_a_function_mode_sees_the_function(compiled: bool) -> None:
         with counted() as calls, context:
             call(IDS)
         assert calls["attention"] == 1 and calls["rms_norm"] == 3
+
+
+def test_what_was_replaced_before_is_not_taken_for_the_original(monkeypatch: Context) -> None:
+    """The rule of a class whose forward another library has replaced refuses, by its name."""
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+    attribute, *_ = original_code.watch_list(modeling_llama.LlamaMLP).attributes
+    assert attribute.known is None
+    reason = original_code.replaced(original_code.WatchList((attribute,)))
+    assert reason is not None and reason.startswith("LlamaMLP.forward was replaced by test_patch")
+    known = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, _SDPA, lambda *args: args)
+    (attribute,) = original_code.functions(_SDPA).attributes
+    assert attribute.known is known
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fusedops"])
