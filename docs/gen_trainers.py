@@ -34,10 +34,11 @@ PROSE = {
     "transformers": (
         "transformers Trainer",
         """
-Call `use_fused_kernels(trainer)` between `Trainer(model=model, ...)` and `train` ([integrations](integrations.md)), or
-`fusedops.patch(model)` before `Trainer(...)` if no adapters are added later; nothing else changes. Labels stay
-in the batch, so the fused loss runs. Label smoothing removes them from the batch, and then the
-loss is stock. Checkpoints have the format of the stock model, and resume with or without `patch`.
+Call `use_fused_kernels(trainer)` between `Trainer(model=model, ...)` and `train`
+([integrations](integrations.md)), or `fusedops.patch(model)` before `Trainer(...)` if no adapters
+are added later; nothing else changes. Labels stay in the batch, so the fused loss runs. Label
+smoothing removes them from the batch, and then the loss is stock. Checkpoints have the format of
+the stock model, and resume with or without `patch`.
 """,
     ),
     "accelerate": (
@@ -84,8 +85,8 @@ CPU DeepSpeed tries to compile an extension for shared memory; the tests run wit
     "megatron-core": (
         "Megatron-core",
         """
-Build the model with the local layer spec (of Transformer Engine's layer spec nothing is replaced), then
-call `fusedops.patch(model)`. The norms, feed-forward layers and attention run fused. Parallel
+Build the model with the local layer spec (of Transformer Engine's layer spec nothing is replaced),
+then call `fusedops.patch(model)`. The norms, feed-forward layers and attention run fused. Parallel
 linear layers that communicate are called.
 """,
     ),

@@ -108,10 +108,8 @@ def models_summary() -> str:
 
     Only rows of ``SIZES`` count: in float16 on AMD some families were measured on fewer tokens.
     """
-    lines = [
-        "| processor | dtype | training | forward | generation, batch 1 | batch 4 | torch, measured |",
-        "|---|---|---:|---:|---:|---:|---|",
-    ]
+    columns = ("training", "forward", "generation, batch 1", "batch 4", "torch, measured")
+    lines = [f"| processor | dtype | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|---|"]
     for record in _model_records():
         for dtype in DTYPES:
             leads: dict[str, list[float]] = {}
