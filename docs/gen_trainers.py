@@ -218,7 +218,7 @@ def _fused(row: dict[str, Any]) -> str:
         text = _names(sorted(ran))
     elif missing or more:
         parts = [f"all but {_names(missing)}"] if missing else ["all"]
-        text = ", and ".join(parts + ([_names(more)] if more else []))
+        text = ", and in addition ".join(parts + ([_names(more)] if more else []))
     else:
         text = "all"
     return f"{text}; {calls} calls"

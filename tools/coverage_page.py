@@ -204,7 +204,7 @@ config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_atten
 print(fusedops.patch(transformers.LlamaForCausalLM(config), level="O3"))
 ```
 
-A cell says how the rules are known ([patching](patching.md#families)):
+A cell says how the rules are known ([patching](dev/patch.md)):
 
 | cell | meaning |
 |---|---|
