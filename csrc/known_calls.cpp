@@ -41,7 +41,7 @@ bool Signature::write(at::ArrayRef<c10::IValue> arguments, const std::vector<int
       numbers_.insert(numbers_.end(), {kInt, value.isInt() ? value.toInt() : value.toBool()});
     } else if (value.isDouble()) {
       const bool is_unread = std::find(unread.begin(), unread.end(), place) != unread.end();
-      if (is_unread && !with_launches) continue;
+      if (is_unread && !may_have_plan_) continue;
       numbers_.insert(numbers_.end(), {kDouble, std::bit_cast<int64_t>(value.toDouble())});
     } else if (value.isString()) {
       const auto text = value.toStringView();

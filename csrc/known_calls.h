@@ -23,7 +23,7 @@ namespace fusedops {
 class Signature {
  public:
   // `unread`: the numbers that the contract does not read, such as a learning rate; they are only
-  // written with the launches. Returns false for arguments that no signature can have.
+  // written where a plan is possible. Returns false for arguments that no signature can have.
   bool write(at::ArrayRef<c10::IValue> arguments, const std::vector<int64_t>& unread,
              bool with_launches);
 
