@@ -45,6 +45,7 @@ def main() -> None:
             "ops": _ops_table(specs.values()),
             "results": results.table(specs.values()),
         },
+        "docs/training.md": {"keys": _keys()},
         "docs/status.md": {"demo": results.demo_table(), "slower": results.slower_table()},
     }.items():
         text = (ROOT / page).read_text()
@@ -146,6 +147,13 @@ def _measured(path: Path) -> str:
 
 def _short(number: str) -> str:
     return f"{float(number):.2g}" if number else ""
+
+
+def _keys() -> str:
+    """Return the commented configuration that `fusedops train --example` writes."""
+    example = ROOT / "fusedops" / "train" / "example.toml"
+    text = example.read_text().replace("NAME", "train.toml").replace("CORPUS", "text/*.txt")
+    return f"```toml\n{text.strip()}\n```"
 
 
 def _ops_table(specs: Iterable[Spec]) -> str:
