@@ -177,9 +177,10 @@ $(CLIENTS)/%/.packages: tests/clients/%.txt $(CLIENTS)/.packages
 	@touch $@
 
 test-clients: $(CLIENTS)/.packages $(CLIENTS)/more/.packages $(CLIENTS)/vision/.packages native
-	rm -f docs/reports/trainers.json
+	rm -f $(CLIENTS)/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
+	cp $(CLIENTS)/trainers.json docs/reports/trainers.json
 
 # Tests of fusedops.patch with other versions of transformers than the pinned one, the oldest
 # supported first, and of Python, each of which needs a torch of its own (gigabytes of downloads).

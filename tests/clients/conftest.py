@@ -1,7 +1,7 @@
 """The trainers that people have: a tier of its own (`make test-clients`).
 
 The tests that want all of them (`requirements.txt` here) are collected where all of them are. Each
-writes a row into `docs/reports/trainers.json`, of which docs/gen_trainers.py makes a page.
+writes a row into `build/clients/trainers.json`; a whole run is then copied to `docs/reports`.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ else:
     @pytest.fixture
     def table() -> harness.Table:
         """Where a test writes down what it found."""
-        return harness.Table(HERE.parents[1] / "docs" / "reports")
+        return harness.Table(HERE.parents[1] / "build" / "clients")

@@ -224,6 +224,7 @@ class Table:
     """
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "trainers.json"
 
     def compare(
