@@ -94,23 +94,19 @@ test-all: setup
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m interpreter
 
 # The kernels of AMX on a processor without it, every op that multiplies, and a row of float32 as
-# processors by Intel multiply it (csrc/common/isa.h, kReadsLongRows): their instructions replaced
-# by C++ (csrc/cpu/gemm/tile_registers.h), and the instructions themselves, each of which is trapped
-# (tools/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the emulation
-# and of the trap themselves.
+# processors by Intel multiply it (csrc/common/isa.h, kReadsLongRows): the tile instructions are
+# trapped (tools/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the
+# trap itself.
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,products weight_gradients moe_rows cross_entropy \
               attention))
+TRAPPED := OMP_NUM_THREADS=1 $(BIN)/python tools/trapped_tiles.py -m pytest $(PYTEST_FLAGS) \
+             -p no:faulthandler -m "not slow and not gpu and not interpreter"
 test-tiles: setup
-	$(PYTEST) tests/core/test_tile_registers.py tests/core/test_trapped_tiles.py
-	for python in "FUSEDOPS_MAX_ISA=amx_emulated $(BIN)/python" \
-	    "$(BIN)/python tools/trapped_tiles.py"; do \
-	  tiles="env OMP_NUM_THREADS=1 $$python -m pytest $(PYTEST_FLAGS) -p no:faulthandler"; \
-	  $$tiles $(PRODUCTS) -m "not slow and not gpu and not interpreter" \
-	    -k "not compiled and not torch-cpu and not float64 and not float32 and not float16" || exit 1; \
-	  $$tiles tests/ops/test_all_ops.py -m "not slow and not gpu and not interpreter" \
-	    -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu" \
-	    || exit 1; \
-	done
+	$(PYTEST) tests/core/test_trapped_tiles.py
+	$(TRAPPED) $(PRODUCTS) \
+	  -k "not compiled and not torch-cpu and not float64 and not float32 and not float16"
+	$(TRAPPED) tests/ops/test_all_ops.py \
+	  -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu"
 
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.

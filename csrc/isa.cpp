@@ -29,12 +29,12 @@ namespace fusedops {
 namespace {
 
 // The values of FUSEDOPS_MAX_ISA (fusedops/_core/env.py has the same list).
-enum class Limit { base, avx2, avx512, avx512_bf16, amx, amx_emulated, amx_trapped };
+enum class Limit { base, avx2, avx512, avx512_bf16, amx, amx_trapped };
 
 Limit limit() {
   static const Limit asked = [] {
-    constexpr std::string_view kNames[] = {"default", "avx2",         "avx512",     "avx512_bf16",
-                                           "amx",     "amx_emulated", "amx_trapped"};
+    constexpr std::string_view kNames[] = {"default",     "avx2", "avx512",
+                                           "avx512_bf16", "amx",  "amx_trapped"};
     const char* name = std::getenv("FUSEDOPS_MAX_ISA");
     const auto* found = std::find(std::begin(kNames), std::end(kNames), name ? name : "amx");
     return found == std::end(kNames) ? Limit::amx : static_cast<Limit>(found - kNames);
@@ -57,12 +57,6 @@ bool is_intel() {
   return false;
 #endif
 }
-
-// Why there are no tiles; empty where `form` is another than none.
-struct Tiles {
-  TileForm form;
-  std::string missing;
-};
 
 // What it means that the system refuses the tile registers with an error number.
 std::string explain(int error) {
@@ -110,19 +104,16 @@ std::string request_tiles() {
 #endif
 }
 
-Tiles find_tiles() {
-  if (limit() < Limit::amx) return {TileForm::none, "FUSEDOPS_MAX_ISA allows less"};
-  if (current_isa() != Isa::AVX512 || !has_avx512_bf16()) {
-    return {TileForm::none, "the kernels for AVX-512 with bfloat16 do not run here"};
-  }
-  if (kTilesAreEmulated) return {TileForm::emulated, ""};
-  const std::string missing = request_tiles();
-  return {missing.empty() ? TileForm::hardware : TileForm::none, missing};
-}
-
-const Tiles& tiles() {
-  static const Tiles found = find_tiles();
-  return found;
+// Why there are no tiles; empty where there are.
+const std::string& why_no_tiles() {
+  static const std::string reason = []() -> std::string {
+    if (limit() < Limit::amx) return "FUSEDOPS_MAX_ISA allows less";
+    if (current_isa() != Isa::AVX512 || !has_avx512_bf16()) {
+      return "the kernels for AVX-512 with bfloat16 do not run here";
+    }
+    return request_tiles();
+  }();
+  return reason;
 }
 
 }  // namespace
@@ -142,11 +133,10 @@ Isa current_isa() {
 }
 
 const bool kHasAvx512Bf16 = limit() >= Limit::avx512_bf16 && has_avx512_bf16();
-const bool kTilesAreEmulated = limit() == Limit::amx_emulated;
-const bool kReadsLongRows = is_intel() || kTilesAreEmulated;
+const bool kReadsLongRows = is_intel() || limit() == Limit::amx_trapped;
 
-TileForm tile_form() {
-  return tiles().form;
+bool has_tiles() {
+  return why_no_tiles().empty();
 }
 
 namespace {
@@ -155,10 +145,7 @@ namespace {
 std::string isa_in_use() {
   switch (current_isa()) {
     case Isa::AVX512:
-      if (tile_form() == TileForm::emulated) return "amx_emulated";
-      if (tile_form() == TileForm::hardware) {
-        return limit() == Limit::amx_trapped ? "amx_trapped" : "amx";
-      }
+      if (has_tiles()) return limit() == Limit::amx_trapped ? "amx_trapped" : "amx";
       return kHasAvx512Bf16 ? "avx512_bf16" : "avx512";
     case Isa::AVX2:
       return "avx2";
@@ -171,7 +158,7 @@ std::string isa_in_use() {
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("isa_in_use() -> str", &isa_in_use);
-  m.def("why_no_tiles() -> str", [] { return tiles().missing; });
+  m.def("why_no_tiles() -> str", [] { return why_no_tiles(); });
 }
 
 }  // namespace fusedops

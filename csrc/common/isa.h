@@ -18,20 +18,14 @@ Isa current_isa();
 // vdpbf16ps (csrc/isa.cpp).
 extern const bool kHasAvx512Bf16;
 
-// How the AVX512 kernels multiply tiles of bfloat16: not at all, by AMX, or by its emulation in C++
-// (cpu/gemm/tile_registers.h).
-enum class TileForm { none, hardware, emulated };
-
-// The form that runs here. The first call asks the system for the registers. From then on the
-// system refuses alternate signal stacks that are too small for them, those of other libraries
-// too: only what is about to multiply bfloat16 calls this.
-TileForm tile_form();
-
-// Which form FUSEDOPS_MAX_ISA chooses where there are tiles; the system is not asked.
-extern const bool kTilesAreEmulated;
+// Whether the AVX512 kernels multiply bfloat16 by AMX (cpu/gemm/tile_registers.h). The first call
+// asks the system for the registers. From then on the system refuses alternate signal stacks that
+// are too small for them, those of other libraries too: only what is about to multiply bfloat16
+// calls this.
+bool has_tiles();
 
 // Whether products of one row read long rows of the other operand (cpu/gemm/gemm_unpacked.h): on
-// processors by Intel, and in the emulation of their tiles, so that every machine can test it.
+// processors by Intel, and where their tiles are trapped, so that every machine can test it.
 extern const bool kReadsLongRows;
 
 }  // namespace fusedops

@@ -48,11 +48,10 @@ _KNOWN = (
     "TORCHES",
 )
 
-# What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last two are
-# for tests and slow: they give the bits of AMX on any processor with AVX512_BF16. ``amx_emulated``
-# replaces the tile instructions by C++; ``amx_trapped`` executes those that were built, which
-# tools/trapped_tiles.py catches.
-MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "amx_trapped")
+# What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last one
+# is for tests and slow: tools/trapped_tiles.py catches the instructions of AMX, and executes them in
+# software on any processor with AVX512_BF16.
+MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_trapped")
 
 
 def settings() -> dict[str, str]:

@@ -282,7 +282,7 @@ void attention_forward(const AttentionCall& call) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (tile_form() != TileForm::none) return Forward<Bf16Tiles>(call).run();
+      if (has_tiles()) return Forward<Bf16Tiles>(call).run();
       if (kHasAvx512Bf16) return Forward<Bf16Dot>(call).run();
     }
 #endif

@@ -584,7 +584,7 @@ void attention_backward(const AttentionCall& call) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (tile_form() != TileForm::none) return Backward<Bf16Tiles>(call).run();
+      if (has_tiles()) return Backward<Bf16Tiles>(call).run();
       if (kHasAvx512Bf16) return Backward<Bf16Dot>(call).run();
     }
 #endif

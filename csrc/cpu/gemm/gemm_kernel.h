@@ -190,15 +190,13 @@ __attribute__((noinline)) void multiply_tile_registers(int64_t steps, const Bf16
   const int64_t whole = ceil_div(steps, 16) * 16;
   const int64_t rows = ceil_div(16 * fetch.rows, std::max<int64_t>(1, whole));
   const char* fetched = ahead;
-  with_tiles([&](auto tiles) {
-    multiply_tiles<decltype(tiles), (kRows > 16)>(whole, a, b, sums, accumulate, [&] {
-      ahead += 64 * fetch.lines_ahead;
-      for (; fetched < ahead; fetched += 8 * 64) {
+  multiply_tiles<(kRows > 16)>(whole, a, b, sums, accumulate, [&] {
+    ahead += 64 * fetch.lines_ahead;
+    for (; fetched < ahead; fetched += 8 * 64) {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) __builtin_prefetch(fetched + 64 * i, 0, 2);
-      }
-      for (int64_t i = 0; i < rows; ++i) fetch.next();
-    });
+      for (int i = 0; i < 8; ++i) __builtin_prefetch(fetched + 64 * i, 0, 2);
+    }
+    for (int64_t i = 0; i < rows; ++i) fetch.next();
   });
 }
 #endif
@@ -307,7 +305,7 @@ void with_policy(DType dtype, const Body& body) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (tile_form() != TileForm::none) return body(Bf16Tiles());
+      if (has_tiles()) return body(Bf16Tiles());
       if (kHasAvx512Bf16) return body(Bf16Dot());
     }
 #endif

@@ -377,12 +377,10 @@ class Gemm {
       const Stretch after = stretch(block + 1 < blocks_ ? block + 1 : 0);
       const T* ahead = columns_of_b(after.product, side)
                            .at(column + (block + 1 < blocks_ ? 0 : kColumns), after.k);
-      with_tiles([&](auto form) {
-        const auto multiply = rows > 16 ? multiply_lines_in_place<decltype(form), true>
-                                        : multiply_lines_in_place<decltype(form), false>;
-        multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
-                 block == 0, block + 1 == blocks_, ahead);
-      });
+      const auto multiply =
+          rows > 16 ? multiply_lines_in_place<true> : multiply_lines_in_place<false>;
+      multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
+               block == 0, block + 1 == blocks_, ahead);
     }
     for (int i = 0; i < rows; i += 16) {
       for (int j = 0; j < kColumns; j += 16) {
