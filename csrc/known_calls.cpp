@@ -5,9 +5,6 @@
 #include <bit>
 #include <cstring>
 #include <mutex>
-#include <utility>
-
-#include <c10/util/SmallVector.h>
 
 namespace fusedops {
 namespace {
@@ -20,28 +17,18 @@ enum Tag : int64_t { kNothing = -1, kTensor = -2, kInt = -3, kDouble = -4, kText
 
 }  // namespace
 
-bool Signature::write(at::ArrayRef<c10::IValue> arguments, const std::vector<int64_t>& unread,
-                      bool with_launches) {
-  numbers_.assign(1, with_launches);
-  may_have_plan_ = with_launches;
-  c10::SmallVector<const c10::TensorImpl*, 16> tensors;
+bool Signature::write(at::ArrayRef<c10::IValue> arguments, const std::vector<int64_t>& unread) {
+  numbers_.clear();
   for (size_t place = 0; place < arguments.size(); ++place) {
     const auto& value = arguments[place];
     if (value.isTensor()) {
-      const auto& tensor = value.toTensor();
-      write_tensor(tensor, with_launches);
-      if (!with_launches || !tensor.defined()) continue;
-      // A launcher may ask whether two arguments are one tensor.
-      const auto* impl = tensor.unsafeGetTensorImpl();
-      numbers_.push_back(std::find(tensors.begin(), tensors.end(), impl) - tensors.begin());
-      tensors.push_back(impl);
+      write_tensor(value.toTensor());
     } else if (value.isNone()) {
       numbers_.push_back(kNothing);
     } else if (value.isInt() || value.isBool()) {
       numbers_.insert(numbers_.end(), {kInt, value.isInt() ? value.toInt() : value.toBool()});
     } else if (value.isDouble()) {
-      const bool is_unread = std::find(unread.begin(), unread.end(), place) != unread.end();
-      if (is_unread && !may_have_plan_) continue;
+      if (std::find(unread.begin(), unread.end(), place) != unread.end()) continue;
       numbers_.insert(numbers_.end(), {kDouble, std::bit_cast<int64_t>(value.toDouble())});
     } else if (value.isString()) {
       const auto text = value.toStringView();
@@ -64,11 +51,8 @@ bool Signature::write_list(at::ArrayRef<c10::IValue> elements) {
   for (const auto& element : elements) {
     if (element.isInt() || element.isBool()) {
       numbers_.push_back(element.isInt() ? element.toInt() : element.toBool());
-      continue;
-    }
-    may_have_plan_ = false;
-    if (element.isTensor()) {
-      write_tensor(element.toTensor(), false);
+    } else if (element.isTensor()) {
+      write_tensor(element.toTensor());
     } else if (!element.isDouble()) {
       return false;
     }
@@ -76,7 +60,7 @@ bool Signature::write_list(at::ArrayRef<c10::IValue> elements) {
   return true;
 }
 
-void Signature::write_tensor(const at::Tensor& tensor, bool with_alignment) {
+void Signature::write_tensor(const at::Tensor& tensor) {
   if (!tensor.defined()) {
     numbers_.push_back(kNothing);
     return;
@@ -86,8 +70,6 @@ void Signature::write_tensor(const at::Tensor& tensor, bool with_alignment) {
                                    tensor.device().index(), tensor.dim()});
   numbers_.insert(numbers_.end(), tensor.sizes().begin(), tensor.sizes().end());
   numbers_.insert(numbers_.end(), tensor.strides().begin(), tensor.strides().end());
-  // The compiled code depends on alignment to 16 bytes.
-  if (with_alignment) numbers_.push_back(std::bit_cast<int64_t>(tensor.const_data_ptr()) & 15);
 }
 
 size_t Signature::hash() const {
@@ -98,37 +80,18 @@ size_t Signature::hash() const {
   return hash ^ hash >> 32;
 }
 
-KnownCalls::Answer KnownCalls::find(const Signature& signature) {
-  {
-    const std::shared_lock lock(mutex_);
-    const auto found = entries_.find(signature);
-    if (found == entries_.end()) return {};
-    if (found->second.asked || !signature.may_have_plan()) {
-      return {.checked = true, .record = false, .plan = found->second.plan};
-    }
-  }
-  const std::unique_lock lock(mutex_);
-  const auto found = entries_.find(signature);
-  if (found == entries_.end()) return {};
-  const bool record = !std::exchange(found->second.asked, true);
-  return {.checked = true, .record = record, .plan = found->second.plan};
+bool KnownCalls::contains(const Signature& signature) {
+  const std::shared_lock lock(mutex_);
+  return signatures_.contains(signature);
 }
 
-void KnownCalls::put(const Signature& signature, std::shared_ptr<const LaunchPlan> plan) {
+void KnownCalls::add(const Signature& signature) {
   const std::unique_lock lock(mutex_);
-  if (entries_.size() >= kMostEntries || numbers_ + signature.size() > kMostNumbers) {
-    entries_.clear();
+  if (signatures_.size() >= kMostEntries || numbers_ + signature.size() > kMostNumbers) {
+    signatures_.clear();
     numbers_ = 0;
   }
-  const auto [entry, is_new] = entries_.try_emplace(signature);
-  if (is_new) numbers_ += signature.size();
-  if (plan != nullptr) entry->second = {.asked = true, .plan = std::move(plan)};
-}
-
-void KnownCalls::clear() {
-  const std::unique_lock lock(mutex_);
-  entries_.clear();
-  numbers_ = 0;
+  if (signatures_.insert(signature).second) numbers_ += signature.size();
 }
 
 }  // namespace fusedops

@@ -2,34 +2,27 @@
 //
 // The route of fusedops::X: the first call of a signature (known_calls.h) goes to
 // fusedops::X_choose, which is Python (fusedops/_core/backends.py): it checks the call against the
-// contract, raises the errors and chooses a backend. Later calls of the same signature skip that:
-// on a GPU they repeat the launches (launch_plan.h), on the CPU the C++ kernel fusedops_cpp::X
-// runs, unless a backend was requested or a floating tensor has another dtype than float32,
-// bfloat16, float16 and float64.
+// contract, raises the errors and chooses a backend. Later calls of the same signature skip the
+// check, and on the CPU all of Python: the C++ kernel fusedops_cpp::X runs, unless a backend was
+// requested or a floating tensor has another dtype than float32, bfloat16, float16 and float64.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
-#include <tuple>
 #include <utility>
 
 #include <ATen/autocast_mode.h>
 
 #include "common/registry.h"
 #include "known_calls.h"
-#include "launch_plan.h"
 
 namespace fusedops {
 namespace {
 
 std::atomic<bool> route_to_python{false};
 
-// What the router says to Python, which it calls next in this thread.
-struct Request {
-  bool checked = false;  // the call satisfies its contract
-  bool record = false;   // its plan should be recorded
-};
-thread_local Request request;
+// Whether the call for which the router asks Python next, in this thread, satisfies its contract.
+thread_local bool call_is_checked = false;
 
 // The dtypes of the C++ kernels.
 constexpr std::array kDtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
@@ -37,8 +30,6 @@ constexpr std::array kDtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
 // What the router knows of one op.
 struct State {
   std::atomic<int64_t> count{0};  // calls of the C++ kernel
-  // Calls whose launches were repeated, by what they run: Triton kernels, the CUDA C++ operator.
-  std::atomic<int64_t> count_triton{0}, count_cuda{0};
   KnownCalls calls;
 };
 
@@ -60,10 +51,9 @@ bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
 
 class Router : public c10::OperatorKernel {
  public:
-  // On a GPU (`on_cpu` does not hold) Python chooses, where there is no plan.
+  // On a GPU (`on_cpu` does not hold) Python chooses.
   Router(const std::string& name, bool on_cpu, std::vector<int64_t> unread)
-      : device_(on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA),
-        unread_(std::move(unread)),
+      : unread_(std::move(unread)),
         choose_(find_operator("fusedops", name + "_choose")),
         state_(states()[name]) {
     if (on_cpu) native_ = c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""});
@@ -73,31 +63,22 @@ class Router : public c10::OperatorKernel {
                   torch::jit::Stack* stack) const {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     const bool to_python = route_to_python.load(std::memory_order_relaxed);
-    const bool plans = has_plans(device_);
     thread_local Signature signature;
-    const bool has_signature = signature.write(arguments, unread_, plans && !to_python);
-    const auto known = has_signature ? state_.calls.find(signature) : KnownCalls::Answer{};
-    if (known.plan != nullptr) {
-      auto& count = known.plan->is_native() ? state_.count_cuda : state_.count_triton;
-      count.fetch_add(1, std::memory_order_relaxed);
-      known.plan->run(*stack, arguments.size());
-    } else if (known.checked && native_.has_value() && !to_python && !plans &&
-               has_cpp_dtypes(arguments)) {
+    const bool has_signature = signature.write(arguments, unread_);
+    const bool is_known = has_signature && state_.calls.contains(signature);
+    if (is_known && native_.has_value() && !to_python && has_cpp_dtypes(arguments)) {
       state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
-    } else {
-      // The call may run other operators in this thread.
-      const Signature own = signature;
-      request = {.checked = known.checked, .record = known.record};
-      take_recorded_plan();  // of a call that failed
-      choose_.callBoxed(stack);
-      auto plan = take_recorded_plan();
-      if (has_signature) state_.calls.put(own, std::move(plan));
+      return;
     }
+    // The call may run other operators in this thread.
+    const Signature own = signature;
+    call_is_checked = is_known;
+    choose_.callBoxed(stack);
+    if (has_signature && !is_known) state_.calls.add(own);
   }
 
  private:
-  c10::DeviceType device_;
   std::vector<int64_t> unread_;
   std::optional<c10::OperatorHandle> native_;
   c10::OperatorHandle choose_;
@@ -174,24 +155,12 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
     fusedops::install(name, c10::DispatchKey::AutocastCUDA,
                       std::make_unique<fusedops::Autocast>(rule, c10::DeviceType::CUDA));
   });
-  // Whether the call satisfies its contract, and whether its plan should be recorded.
-  m.def("take_request() -> (bool, bool)", [] {
-    const auto taken = std::exchange(fusedops::request, {});
-    return std::tuple(taken.checked, taken.record);
-  });
+  m.def("take_call_is_checked() -> bool",
+        [] { return std::exchange(fusedops::call_is_checked, false); });
   m.def("set_route_to_python(bool on) -> ()", [](bool on) { fusedops::route_to_python.store(on); });
   m.def("count(str name) -> int",
         [](std::string name) -> int64_t { return fusedops::states()[name].count.load(); });
   m.def("reset_counts() -> ()", []() {
-    for (auto& [name, state] : fusedops::states()) {
-      for (auto* count : {&state.count, &state.count_triton, &state.count_cuda}) count->store(0);
-    }
-  });
-  m.def("planned_counts(str name) -> int[]", [](std::string name) -> std::vector<int64_t> {
-    const auto& state = fusedops::states()[name];
-    return {state.count_triton.load(), state.count_cuda.load()};
-  });
-  m.def("forget_plans() -> ()", []() {
-    for (auto& [name, state] : fusedops::states()) state.calls.clear();
+    for (auto& [name, state] : fusedops::states()) state.count.store(0);
   });
 }

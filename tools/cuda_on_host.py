@@ -29,8 +29,8 @@ import native
 
 HOST = native.ROOT / "tools" / "cuda_on_host"
 MACHINE = ("machine.cpp", "memory.cpp", "sanitizer.cpp", "tensors.cpp")
-# These ask CUDA's driver and torch's CUDA allocator, which are not here.
-LEFT_OUT = ("launch_driver.cpp", "arena_allocator.cpp", "gpu_arena.cpp", "step_arena.cpp")
+# These ask torch's CUDA allocator, which is not here.
+LEFT_OUT = ("arena_allocator.cpp", "gpu_arena.cpp", "step_arena.cpp")
 COMMON_FLAGS = (
     "-O1",
     "-g1",  # lines for the messages

@@ -22,8 +22,8 @@ inline DType dtype_of(at::ScalarType type) {
     case at::kDouble:
       return DType::f64;
     default:
-      TORCH_CHECK_TYPE(false, "the C++ kernels take float32, bfloat16, float16 and float64, got ",
-                       type);
+      TORCH_CHECK_TYPE(
+          false, "the compiled kernels take float32, bfloat16, float16 and float64, got ", type);
   }
 }
 
@@ -65,6 +65,13 @@ inline Dropout row_dropout_of(const at::Tensor& seed, double p) {
       "each of the run / unit pieces of a run");
   dropout.places.numbers = numbers;
   return dropout;
+}
+
+// Returns body(pointer) of the values of a dense tensor of statistics, float or double.
+template <typename Body>
+inline auto with_statistics(const at::Tensor& tensor, const Body& body) {
+  if (tensor.scalar_type() == at::kDouble) return body(tensor.mutable_data_ptr<double>());
+  return body(tensor.mutable_data_ptr<float>());
 }
 
 inline const void* data(const at::Tensor& tensor) {

@@ -1,4 +1,5 @@
-// The dtypes of the CPU kernels and the switch from a run-time dtype to a template argument.
+// The C++ types of the CPU kernels' dtypes, and the switch from a run-time dtype to a template
+// argument.
 // No torch tensor type: kernels see raw pointers.
 #pragma once
 
@@ -7,9 +8,9 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-namespace fusedops {
+#include "types.h"
 
-enum class DType { f32, bf16, f16, f64 };
+namespace fusedops {
 
 // Half precision: bfloat16 and float16.
 template <typename T>

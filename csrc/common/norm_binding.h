@@ -76,8 +76,8 @@ struct NormGradients {
 };
 
 // The operators of a device. `Device` has a `Guard` that makes the device current, and static
-// functions: the dtype `type_of` a tensor, `align_parameters` and `dropout_of` as in the device's
-// binding.h, the sizes of `partials`, and `forward` and `backward`, which run the kernels.
+// functions: `dropout_of` a seed and a probability, the sizes of `partials`, and `forward` and
+// `backward`, which run the kernels.
 template <typename Device>
 struct NormOperators {
   using Tensor = at::Tensor;
@@ -111,7 +111,7 @@ struct NormOperators {
         .summed = r.defined() ? at::empty(r.sizes(), options) : at::Tensor(),
         .mean = in.kind.centred ? at::empty(leading, statistics) : at::Tensor(),
         .rstd = at::empty(leading, statistics)};
-    const auto parameter_dtype = Device::align_parameters(rows_of, w, b);
+    const auto parameter_dtype = align_parameters(rows_of, w, b);
     if (rows_of.numel() == 0) return results;
     const int64_t rows = results.rstd.numel();
     const auto seed = dense(in.seed);
@@ -129,10 +129,10 @@ struct NormOperators {
                      .weight_offset = in.kind.weight_offset,
                      .round_before_weight = in.kind.round_before_weight,
                      .dropout = Device::dropout_of(seed, in.dropout_p),
-                     .input_dtype = Device::type_of(x),
-                     .dtype = Device::type_of(rows_of),
+                     .input_dtype = dtype_of(x),
+                     .dtype = dtype_of(rows_of),
                      .parameter_dtype = parameter_dtype,
-                     .output_dtype = Device::type_of(results.output)});
+                     .output_dtype = dtype_of(results.output)});
     return results;
   }
 
@@ -143,7 +143,7 @@ struct NormOperators {
     const auto ds = gradient(in.grad_summed, x);
     auto w = dense(in.weight);
     at::Tensor no_bias;
-    const auto parameter_dtype = Device::align_parameters(x, w, no_bias);
+    const auto parameter_dtype = align_parameters(x, w, no_bias);
     const auto seed = dense(in.seed);
     const auto dropout = Device::dropout_of(seed, in.dropout_p);
     const bool drops = dropout.threshold != 0;
@@ -165,7 +165,7 @@ struct NormOperators {
       const int64_t columns = x.numel() / rows;
       at::Tensor partials;
       if (grads.weight.defined() || grads.bias.defined()) {
-        partials = at::empty(Device::partials(rows, columns, Device::type_of(x)),
+        partials = at::empty(Device::partials(rows, columns, dtype_of(x)),
                              x.options().dtype(statistics_type(x)));
       }
       const auto mean = dense(in.mean);
@@ -187,8 +187,8 @@ struct NormOperators {
                         .columns = columns,
                         .weight_offset = in.kind.weight_offset,
                         .dropout = dropout,
-                        .input_dtype = Device::type_of(grads.input.defined() ? grads.input : x),
-                        .dtype = Device::type_of(x),
+                        .input_dtype = dtype_of(grads.input.defined() ? grads.input : x),
+                        .dtype = dtype_of(x),
                         .parameter_dtype = parameter_dtype},
                        adds);
     }

@@ -97,11 +97,11 @@ cudaError_t pass(const ResidualSink<T, S>& sink, int64_t rows, int64_t columns,
 
 // Calls f(T(), S()) with the type of the input too: T, or a half with float.
 template <typename F>
-cudaError_t switch_both(Type data, Type input, const F& f) {
+cudaError_t switch_both(DType data, DType input, const F& f) {
   return switch_type(data, [&](auto t) {
     if constexpr (std::is_same_v<decltype(t), float>) {
-      if (input == Type::f16) return f(t, __half());
-      if (input == Type::bf16) return f(t, __nv_bfloat16());
+      if (input == DType::f16) return f(t, __half());
+      if (input == DType::bf16) return f(t, __nv_bfloat16());
     }
     return f(t, t);
   });

@@ -1,4 +1,5 @@
-// bias_gelu on CUDA: y = act(x + bias), the sum and the activation in float32, rounded once.
+// bias_gelu on CUDA: y = act(x + bias), the sum and the activation in float32, rounded once. gelu
+// is the same without bias.
 //
 // A thread owns 16 bytes of columns, keeps their bias in registers and walks rows. Forward traffic:
 // x once, y once. Backward traffic: dy and x once, dx once, with
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (column >= columns) return;
   A shift[kPack];
-  load(bias + column, shift);
+  load_or(bias, column, A(-0.0), shift);  // x + -0.0 is x
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
 #pragma unroll(std::is_same_v<T, double> ? 1 : 2)
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= columns) return;
   A shift[kPack];
   A total[kPack] = {};
-  load(bias + column, shift);
+  load_or(bias, column, A(-0.0), shift);  // x + -0.0 is x
   const int64_t parts = static_cast<int64_t>(gridDim.y) * blockDim.y;
   const int64_t part = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
 #pragma unroll(std::is_same_v<T, double> ? 1 : 2)
@@ -141,8 +142,8 @@ cudaError_t run(const Call& a, bool pointers_aligned, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t bias_gelu_partials(int64_t rows, int64_t columns, Type dtype) {
-  const int size = dtype == Type::f64 ? 8 : dtype == Type::f32 ? 4 : 2;
+int64_t bias_gelu_partials(int64_t rows, int64_t columns, DType dtype) {
+  const int size = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   return Shape::parts(rows, columns, 16 / size);
 }
 

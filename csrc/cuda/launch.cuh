@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "../common/types.h"
 #include "device.cuh"
-#include "types.h"
 
 namespace fusedops::cuda {
 namespace {
@@ -30,15 +30,15 @@ cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t
 
 // Calls f(T()) for data of type T.
 template <typename F>
-cudaError_t switch_type(Type data, const F& f) {
+cudaError_t switch_type(DType data, const F& f) {
   switch (data) {
-    case Type::f32:
+    case DType::f32:
       return f(float());
-    case Type::f16:
+    case DType::f16:
       return f(__half());
-    case Type::bf16:
+    case DType::bf16:
       return f(__nv_bfloat16());
-    case Type::f64:
+    case DType::f64:
       return f(double());
   }
   return cudaErrorInvalidValue;
@@ -46,19 +46,13 @@ cudaError_t switch_type(Type data, const F& f) {
 
 // Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float with a half.
 template <typename F>
-cudaError_t switch_types(Type data, Type parameters, const F& f) {
-  const bool wide = parameters == Type::f32;
-  switch (data) {
-    case Type::f32:
-      return f(float(), float());
-    case Type::f16:
-      return wide ? f(__half(), float()) : f(__half(), __half());
-    case Type::bf16:
-      return wide ? f(__nv_bfloat16(), float()) : f(__nv_bfloat16(), __nv_bfloat16());
-    case Type::f64:
-      return f(double(), double());
-  }
-  return cudaErrorInvalidValue;
+cudaError_t switch_types(DType data, DType parameters, const F& f) {
+  return switch_type(data, [&](auto t) {
+    if constexpr (sizeof(t) == 2) {
+      if (parameters == DType::f32) return f(t, float());
+    }
+    return f(t, t);
+  });
 }
 
 // Adds partial rows in order. Block: 32 columns by 16 runs of rows; grid.y: weight, bias.

@@ -23,11 +23,9 @@ DropoutArguments dropout_arguments(const at::Tensor& seed, double p) {
 
 struct Cuda {
   using Guard = c10::cuda::CUDAGuard;
-  static constexpr auto align_parameters = cuda::align_parameters;
   static constexpr auto dropout_of = dropout_arguments;
-  static constexpr auto type_of = cuda::type_of;
 
-  static std::array<int64_t, 3> partials(int64_t rows, int64_t columns, Type type) {
+  static std::array<int64_t, 3> partials(int64_t rows, int64_t columns, DType type) {
     return {2, partial_rows(rows, columns, type), columns};
   }
 

@@ -64,8 +64,8 @@ cudaError_t norm_backward(const NormBackward& a, cudaStream_t stream) {
   });
 }
 
-int64_t partial_rows(int64_t rows, int64_t columns, Type dtype) {
-  return count_partials(rows, columns, dtype == Type::f64 ? kValuesOf<double> : kValuesOf<float>);
+int64_t partial_rows(int64_t rows, int64_t columns, DType dtype) {
+  return count_partials(rows, columns, dtype == DType::f64 ? kValuesOf<double> : kValuesOf<float>);
 }
 
 }  // namespace fusedops::cuda

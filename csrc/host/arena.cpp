@@ -51,7 +51,6 @@ class Part {
   int64_t bound() const { return bound_; }
   int64_t height() const { return height_; }
   const std::vector<int64_t>& offsets() const { return best_; }
-  int64_t nodes() const { return nodes_; }
 
   // The first placements, by rules. There is one afterwards, whatever the deadline.
   void start(int64_t target, Clock::time_point deadline) {
@@ -70,7 +69,7 @@ class Part {
       for (size_t i = 0; i < count && Clock::now() < deadline; ++i) {
         std::vector<int64_t> offsets;
         const Answer answer =
-            fits(items_, neighbours_, orders[i], target, most_nodes, deadline, offsets, nodes_);
+            fits(items_, neighbours_, orders[i], target, most_nodes, deadline, offsets);
         if (answer == Answer::kFits) take(std::move(offsets));
         if (answer == Answer::kDoesNotFit) bound_ = std::max(bound_, target + 1);
         if (answer != Answer::kUnknown) return;
@@ -97,7 +96,6 @@ class Part {
   bool exact_;
   std::vector<int64_t> best_;
   int64_t height_ = INT64_MAX;
-  int64_t nodes_ = 0;
 };
 
 // Lists of the buffers that are connected by their lifetimes.
@@ -186,11 +184,9 @@ Placement place(const std::vector<Buffer>& buffers, int64_t capacity, double sec
     for (size_t i = 0; i < lists[p].size(); ++i) {
       result.offsets[lists[p][i]] = parts[p].offsets()[i] * unit;
     }
-    result.nodes += parts[p].nodes();
   }
   result.height = parts.empty() ? 0 : height_of() * unit;
   result.bound = bound_of() * unit;
-  result.exact = result.height == result.bound;
   return result;
 }
 

@@ -25,8 +25,6 @@ struct Placement {
   std::vector<int64_t> offsets;
   int64_t height = 0;  // the largest offset + size
   int64_t bound = 0;   // no placement is lower
-  bool exact = false;  // whether the height is the lowest possible one
-  int64_t nodes = 0;   // of the complete searches
 };
 
 // Places all buffers. Stops as soon as the height is at most `capacity`, if there is one (kFree:
@@ -79,6 +77,6 @@ enum class Answer { kFits, kDoesNotFit, kUnknown };
 // items are not supported. Gives up at the deadline, or after `most_nodes`.
 Answer fits(const std::vector<Item>& items, const Neighbours& neighbours,
             const std::vector<int>& order, int64_t capacity, int64_t most_nodes,
-            Clock::time_point deadline, std::vector<int64_t>& offsets, int64_t& nodes);
+            Clock::time_point deadline, std::vector<int64_t>& offsets);
 
 }  // namespace fusedops::arena

@@ -72,8 +72,6 @@ class Search {
     return stopped_ ? Answer::kUnknown : Answer::kDoesNotFit;
   }
 
-  int64_t nodes() const { return nodes_; }
-
  private:
   static constexpr int kNotPlaced = -1;
 
@@ -403,11 +401,8 @@ class Search {
 
 Answer fits(const std::vector<Item>& items, const Neighbours& neighbours,
             const std::vector<int>& order, int64_t capacity, int64_t most_nodes,
-            Clock::time_point deadline, std::vector<int64_t>& offsets, int64_t& nodes) {
-  Search search(items, neighbours, order, capacity, most_nodes, deadline);
-  const Answer answer = search.run(offsets);
-  nodes += search.nodes();
-  return answer;
+            Clock::time_point deadline, std::vector<int64_t>& offsets) {
+  return Search(items, neighbours, order, capacity, most_nodes, deadline).run(offsets);
 }
 
 }  // namespace fusedops::arena

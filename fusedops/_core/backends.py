@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, env, extension, kernel_failures, launch_plans
+from fusedops._core import checks, env, extension, kernel_failures
 from fusedops._core.capability import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
@@ -176,10 +176,8 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
     kernels = _KERNELS[name]
-    # Of the compiled router: whether such a call was checked before, and whether to record a plan.
-    checked = record = False
-    if extension.cpu_library() is None:
-        checked, record = torch.ops.fusedops_native.take_request()
+    # The compiled router knows whether such a call was checked before.
+    checked = extension.cpu_library() is None and torch.ops.fusedops_native.take_call_is_checked()
     if kernels.check is not None and not backward:
         kernels.check(*args)
     program = None if kernels.contracts is None else kernels.contracts[backward]
@@ -193,8 +191,6 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     _COUNTS[name + "_backward" * backward, choice.backend] += 1
     implementation = _implementation(kernels, choice.backend, backward)
     try:
-        if record:
-            return _planned(name, args, backward, choice.backend, implementation)
         return implementation(*args)
     except kernel_failures.exceptions() as error:
         failure = kernel_failures.describe(error)
@@ -203,29 +199,6 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
         _COUNTS[name + "_backward" * backward, choice.backend] -= 1
         _step_down(name, args, backward, failure, error)
     return run(name, args, backward)
-
-
-def _planned(
-    name: str,
-    args: tuple[Any, ...],
-    backward: bool,
-    backend: str,
-    implementation: Callable[..., Any],
-) -> Any:
-    """Run a call on a GPU, and tell the compiled router what to repeat for the next one like it."""
-    op = name + "_backward" * backward
-    if backend != "triton":
-        result = implementation(*args)
-        if backend == "cuda":
-            torch.ops.fusedops_native.set_recorded_plan(op, [], [])
-        return result
-    returns = len(getattr(torch.ops.fusedops, op).default._schema.returns)
-    result, plan = launch_plans.record(args, implementation, returns)
-    if isinstance(plan, str):
-        _LOG.debug("%s: such calls go through Python: %s", op, plan)
-    else:
-        torch.ops.fusedops_native.set_recorded_plan("", *plan)
-    return result
 
 
 def _step_down(
@@ -278,8 +251,6 @@ def counters() -> dict[tuple[str, str], int]:
         native = torch.ops.fusedops_native
         for op in (op for name in _KERNELS for op in (name, f"{name}_backward")):
             counts[op, "cpp"] += native.count(op)
-            for backend, count in zip(("triton", "cuda"), native.planned_counts(op), strict=True):
-                counts[op, backend] += count
     return {key: count for key, count in counts.items() if count}
 
 

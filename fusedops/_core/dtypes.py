@@ -15,18 +15,6 @@ AUTOCAST_RULES = {
     "norm": "float32 on CUDA, nothing on the CPU: what torch does for layer_norm",
 }
 
-# c10::ScalarType, the numbers that compiled code knows dtypes by, of those that ops take and make.
-SCALAR_TYPES = {
-    torch.uint8: 0,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
-
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums, means and other statistics over values of ``dtype``."""

@@ -6,7 +6,6 @@
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
-| ``FUSEDOPS_LAUNCH_PLANS`` | ``0``: each call on a GPU goes through Python | ``1`` |
 | ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
@@ -40,7 +39,6 @@ _KNOWN = (
     "BACKEND",
     "DISABLE_NATIVE",
     "ISAS",
-    "LAUNCH_PLANS",
     "LIBRARY",
     "MAX_ISA",
     "SANITIZE",
@@ -49,8 +47,8 @@ _KNOWN = (
 )
 
 # What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last one
-# is for tests and slow: tools/trapped_tiles.py catches the instructions of AMX, and executes them in
-# software on any processor with AVX512_BF16.
+# is for tests and slow: tools/trapped_tiles.py catches the instructions of AMX and executes them
+# in software on any processor with AVX512_BF16.
 MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_trapped")
 
 
@@ -84,7 +82,6 @@ def mistakes(backends: Collection[str]) -> list[str]:
     choices = {
         "FUSEDOPS_BACKEND": backends,
         "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),
-        "FUSEDOPS_LAUNCH_PLANS": ("1", "0"),
         "FUSEDOPS_MAX_ISA": MAX_ISAS,
         "FUSEDOPS_SHARED_MEMORY": ("1", "0"),
     }
@@ -133,11 +130,6 @@ def shared_memory_set(allowed: bool) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def launch_plans_disabled() -> bool:
-    """Return whether each call on a GPU must go through Python, as the first ones do."""
-    return (os.environ.get("FUSEDOPS_LAUNCH_PLANS") or "1") != "1"
 
 
 def max_isa() -> str | None:

@@ -46,12 +46,7 @@ def cuda_library() -> str | None:
     """Load the CUDA library; return ``None`` when it is there, else the reason why it is not."""
     if not torch.cuda.is_available():
         return "this torch sees no CUDA device"
-    missing = cpu_library() or _load("libfusedops_cuda.so")
-    if missing is None and not env.launch_plans_disabled():
-        torch.ops.fusedops_native.set_launch_driver(
-            torch.ops.fusedops_cuda.launch_driver(), torch.device("cuda")
-        )
-    return missing
+    return cpu_library() or _load("libfusedops_cuda.so")
 
 
 @functools.cache

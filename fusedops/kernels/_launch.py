@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._core import launch_plans, philox
+from fusedops._core import philox
 
 # Launch options of kernels that keep little in registers.
 FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -59,7 +59,6 @@ def precision(dtype: torch.dtype) -> str:
     """Return the precision of products: ``"ieee"``, unless torch is set to TF32 for float32."""
     if dtype != torch.float32:
         return "ieee"
-    launch_plans.depends_on("torch.backends.cuda.matmul.fp32_precision")
     # This covers the older settings of torch too; they raise once this one has been used.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 

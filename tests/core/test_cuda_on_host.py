@@ -166,25 +166,6 @@ def test_sums_over_rows_on_small_and_large_gpus(host: Host, op: str, processors:
     assert_matches_float64(host, all_specs()[op], sample, BACKWARD, DRAWN, processors=processors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "rotary_dim"),
-    [(3, 64, 64), (3, 64, 32), (70, 32, 16), (1, 1040, 1036), (2, 72, 24)],
-)
-def test_rotary_embedding_of_every_shape(
-    host: Host, heads: int, head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype
-) -> None:
-    new = functools.partial(randn, device=CPU, dtype=dtype)
-    tables = [new(2, 3, rotary_dim, grad=False, key=key) for key in ("cos", "sin")]
-    # Heads lie in a longer row, as those of one product for query, key and value do.
-    query = new(2, 3, heads + 2, head_dim).transpose(1, 2)[:, :heads]
-    query = query.detach().requires_grad_()
-    call = (query, new(2, 1, 3, head_dim), *tables)
-    sample = Sample("heads", call, {"interleaved": interleaved})
-    assert_matches_float64(host, all_specs()["rotary_embedding"], sample, DRAWN)
-
-
 def vector_call(op: str, dtype: torch.dtype) -> Sample:
     """Return a call whose sizes fit packs, so that addresses alone decide."""
     new = functools.partial(randn, device=CPU, dtype=dtype)
@@ -193,9 +174,6 @@ def vector_call(op: str, dtype: torch.dtype) -> Sample:
             return Sample("packs", (new(7, 64),))
         case "bias_gelu":
             return Sample("packs", (new(7, 64), new(64, key="b")))
-        case "rotary_embedding":
-            tables = (new(3, 32, grad=False, key="c"), new(3, 32, grad=False, key="s"))
-            return Sample("packs", (new(2, 3, 3, 32), new(2, 1, 3, 32), *tables))
     return norm_call(op, 7, 64, dtype)
 
 

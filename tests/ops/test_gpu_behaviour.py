@@ -16,9 +16,8 @@ import torch
 from comparing import assert_same_bits, assert_within_budget
 
 import fusedops
-from fusedops._core import backends, extension
 from fusedops.specs import Sample, all_specs, tensors_in
-from fusedops.specs.comparison import floating, fresh, incoming, run
+from fusedops.specs.comparison import floating, incoming, run
 
 pytest.importorskip("triton")
 
@@ -247,43 +246,3 @@ def test_more_than_2_to_the_31_elements(op: str) -> None:
             [each.detach()[rows] for each in (*outputs, *grads)],
             [each.detach() for each in (*want, *want_grads)],
         )
-
-
-@pytest.fixture
-def no_plans_elsewhere(backend: None) -> None:
-    """Skip where there is no router that repeats plans; the tests ask for the default backend."""
-    if extension.cuda_library() is not None:
-        pytest.skip(f"no plans: {extension.cuda_library()}")
-
-
-@pytest.mark.usefixtures("no_plans_elsewhere")
-@pytest.mark.parametrize("backend", ["default"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", all_specs())
-def test_calls_that_repeat_a_plan_give_the_bits_of_python(name: str, dtype: torch.dtype) -> None:
-    spec = all_specs()[name]
-    for sample in spec.samples(torch.device("cuda"), dtype)[:3]:
-        results = [run(spec.op, fresh(sample)) for _ in range(4)]
-        for other in results[1:]:
-            assert_same_bits(other, results[0])
-
-
-@pytest.mark.usefixtures("no_plans_elsewhere")
-@pytest.mark.parametrize("backend", ["default"], indirect=True)
-def test_a_plan_runs_on_the_current_stream_and_device() -> None:
-    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    gate = torch.randn_like(x)
-    wanted = fusedops.swiglu(x, gate)
-    for _ in range(2):
-        fusedops.swiglu(x, gate)
-    fusedops.reset_counters()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        late = x.clone()
-        found = fusedops.swiglu(late, gate)  # on another stream it would read before the copy
-    stream.synchronize()
-    assert torch.equal(found, wanted)
-    assert sum(torch.ops.fusedops_native.planned_counts("swiglu")) == 1
-    assert backends.counters()[("swiglu", "triton")] == 1

@@ -38,9 +38,7 @@ const void* element(const at::Tensor& tensor, int64_t dim, int64_t index) {
 }
 
 void* mutable_element(const at::Tensor& tensor, int64_t dim, int64_t index) {
-  return tensor.defined() ? static_cast<char*>(tensor.mutable_data_ptr()) +
-                                index * tensor.stride(dim) * tensor.element_size()
-                          : nullptr;
+  return tensor.defined() ? const_cast<void*>(element(tensor, dim, index)) : nullptr;
 }
 
 // Head and token strides; the dims are (heads, tokens) or, packed, (tokens, heads).
@@ -239,9 +237,7 @@ Incoming incoming(const Optional& grad_output, const Optional& grad_lse, const a
                          ? grad_output->to(output.scalar_type())
                          : at::zeros_like(output);
   const auto by_output = with_dense_heads(output);
-  const auto from_lse = grad_lse.has_value() && grad_lse->defined()
-                            ? grad_lse->to(lse.scalar_type()).contiguous()
-                            : at::Tensor();
+  const auto from_lse = gradient(grad_lse, lse);
   Incoming in{with_dense_heads(given), at::empty(lse.sizes(), lse.options()), from_lse.defined()};
   AttentionDelta arguments{};
   arguments.output = data(by_output);
@@ -273,17 +269,14 @@ at::Tensor sinks_gradient(const at::Tensor& sinks, const at::Tensor& lse, const 
   auto grad = at::zeros(sinks.sizes(), sinks.options());
   const auto dense_lse = lse.contiguous();
   const int64_t heads = sinks.size(0), rows = lse.size(-1), count = lse.numel();
-  const auto sum = [&](auto kind) {
-    using A = decltype(kind);
-    const A* s = sinks.const_data_ptr<A>();
+  with_statistics(grad, [&]<typename A>(A* total) {
+    const A *sink = sinks.const_data_ptr<A>(), *origin = dense_lse.const_data_ptr<A>();
     for (int64_t i = 0; i < count; ++i) {
-      const A origin = dense_lse.const_data_ptr<A>()[i];
-      if (origin == -std::numeric_limits<A>::infinity()) continue;  // nothing was attended
+      if (origin[i] == -std::numeric_limits<A>::infinity()) continue;  // nothing was attended
       const int64_t head = i / rows % heads;
-      grad.mutable_data_ptr<A>()[head] -= std::exp(s[head] - origin) * delta.const_data_ptr<A>()[i];
+      total[head] -= std::exp(sink[head] - origin[i]) * delta.const_data_ptr<A>()[i];
     }
-  };
-  sinks.scalar_type() == at::kDouble ? sum(double()) : sum(float());
+  });
   return grad;
 }
 
@@ -342,21 +335,16 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
 
 struct Packed {
   at::Tensor query, key, value, slopes, sinks;
-  std::vector<AttentionSequence> sequences;
-  AttentionCall call;
+  std::vector<AttentionSequence> sequences = {};
+  AttentionCall call = {};
 };
 
 Packed packed_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                    const Optional& alibi_slopes, const Optional& sinks, const at::Tensor& lse,
                    const ScoreDropout& drop, int64_t max_seqlen_k, const Options& options) {
-  Packed p{with_dense_heads(query),
-           with_dense_heads(key),
-           with_dense_heads(value),
-           dense(alibi_slopes),
-           dense(sinks),
-           {},
-           {}};
+  Packed p{with_dense_heads(query), with_dense_heads(key), with_dense_heads(value),
+           dense(alibi_slopes), dense(sinks)};
   const auto q_ends = cu_seqlens_q.contiguous(), k_ends = cu_seqlens_k.contiguous();
   const int64_t* q = q_ends.const_data_ptr<int64_t>();
   const int64_t* k = k_ends.const_data_ptr<int64_t>();
@@ -407,22 +395,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_forward(
   auto output = at::empty({tokens, heads, value.size(2)}, query.options());
   auto lse = at::empty({heads, tokens}, query.options().dtype(statistics_type(query)));
   const ScoreDropout drop(seed, dropout_p);
-  const auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
-                             lse, drop, max_seqlen_k, {scale, softcap, window_left, window_right});
+  auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, lse,
+                       drop, max_seqlen_k, {scale, softcap, window_left, window_right});
   auto remainder = keeps(query, keep_remainder) ? at::empty(output.sizes(), query.options())
                                                 : at::empty({0}, query.options());
   if (lse.numel() == 0) return {output, lse, remainder};
-  auto sequences = p.sequences;
-  auto call = p.call;
-  call.sequences = sequences.data();
-  call.output = heads_of(output, 1, 0);
+  p.call.output = heads_of(output, 1, 0);
   int64_t token = 0;
-  for (auto& sequence : sequences) {
+  for (auto& sequence : p.sequences) {
     sequence.output = mutable_element(output, 0, token);
     if (remainder.dim() == 3) sequence.remainder = mutable_element(remainder, 0, token);
     token += sequence.rows;
   }
-  run_forward(call, false);
+  run_forward(p.call, false);
   return {output, lse, remainder};
 }
 
@@ -440,19 +425,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> varlen_backward(
   const auto dense_lse = lse.contiguous();
   const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
   const ScoreDropout drop(seed, dropout_p);
-  const auto p =
-      packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dense_lse,
-                  drop, max_seqlen_k, {scale, softcap, window_left, window_right});
-  auto sequences = p.sequences;
-  auto call = p.call;
-  call.sequences = sequences.data();
-  call.output = heads_of(from.grad, 1, 0);
-  call.lse_has_gradient = from.has_lse;
-  call.grad_query = heads_of(dq, 1, 0);
-  call.grad_key = heads_of(dk, 1, 0);
-  call.grad_value = heads_of(dv, 1, 0);
+  auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
+                       dense_lse, drop, max_seqlen_k, {scale, softcap, window_left, window_right});
+  p.call.output = heads_of(from.grad, 1, 0);
+  p.call.lse_has_gradient = from.has_lse;
+  p.call.grad_query = heads_of(dq, 1, 0);
+  p.call.grad_key = heads_of(dk, 1, 0);
+  p.call.grad_value = heads_of(dv, 1, 0);
   int64_t token = 0, key_token = 0;
-  for (auto& sequence : sequences) {
+  for (auto& sequence : p.sequences) {
     sequence.output = const_cast<void*>(element(from.grad, 0, token));
     sequence.delta = element(from.delta, 1, token);
     sequence.grad_query = mutable_element(dq, 0, token);
@@ -461,7 +442,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> varlen_backward(
     token += sequence.rows;
     key_token += sequence.columns;
   }
-  if (dq.defined() || dk.defined() || dv.defined()) FUSEDOPS_CALL_ISA(attention_backward, call);
+  if (dq.defined() || dk.defined() || dv.defined()) FUSEDOPS_CALL_ISA(attention_backward, p.call);
   if (output_mask[3]) dsinks = sinks_gradient(p.sinks, dense_lse, from.delta);
   return {dq, dk, dv, dsinks};
 }

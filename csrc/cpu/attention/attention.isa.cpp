@@ -278,16 +278,7 @@ class Forward {
 }  // namespace
 
 void attention_forward(const AttentionCall& call) {
-  switch_dtype(call.dtype, [&](auto t) {
-    using T = decltype(t);
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_tiles()) return Forward<Bf16Tiles>(call).run();
-      if (kHasAvx512Bf16) return Forward<Bf16Dot>(call).run();
-    }
-#endif
-    Forward<Widened<T>>(call).run();
-  });
+  with_policy(call.dtype, [&](auto policy) { Forward<decltype(policy)>(call).run(); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

@@ -580,16 +580,7 @@ void delta(const AttentionDelta& a) {
 }  // namespace
 
 void attention_backward(const AttentionCall& call) {
-  switch_dtype(call.dtype, [&](auto t) {
-    using T = decltype(t);
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_tiles()) return Backward<Bf16Tiles>(call).run();
-      if (kHasAvx512Bf16) return Backward<Bf16Dot>(call).run();
-    }
-#endif
-    Backward<Widened<T>>(call).run();
-  });
+  with_policy(call.dtype, [&](auto policy) { Backward<decltype(policy)>(call).run(); });
 }
 
 void attention_delta(const AttentionDelta& call) {

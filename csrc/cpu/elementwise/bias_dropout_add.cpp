@@ -15,16 +15,6 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-// The kernels know a bias of the dtype of input or of residual, which are one or half precision
-// with float32; fusedops/ops/bias_dropout_add.py casts what is not.
-void check_dtypes(DType input, DType bias, DType dtype) {
-  TORCH_CHECK_TYPE(input == dtype || (is_half(input) && dtype == DType::f32),
-                   "bias_dropout_add: input must have the dtype of residual, or half precision "
-                   "with float32");
-  TORCH_CHECK_TYPE(bias == input || bias == dtype,
-                   "bias_dropout_add: bias must have the dtype of input or of residual");
-}
-
 // Elements without a bias have no rows of their own: they are cut as suits the loop. Those that
 // stand elsewhere in a larger tensor have: a row lies in one run.
 int64_t columns_of(const at::Tensor& tensor, bool has_bias, const Dropout& dropout) {
@@ -48,7 +38,6 @@ at::Tensor forward(const at::Tensor& input, const Optional& bias, const at::Tens
     const BiasDropoutAddForward arguments{
         data(x), data(b), data(r),     mutable_data(output),          r.numel() / columns,
         columns, dropout, dtype_of(x), dtype_of(b.defined() ? b : x), dtype_of(r)};
-    check_dtypes(arguments.input_dtype, arguments.bias_dtype, arguments.dtype);
     FUSEDOPS_CALL_ISA(bias_dropout_add_forward, arguments);
   }
   return output;
@@ -86,7 +75,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
                                          dtype_of(input_dtype),
                                          dbias.defined() ? dtype_of(dbias) : dtype_of(dy),
                                          dtype_of(dy)};
-  check_dtypes(arguments.input_dtype, arguments.bias_dtype, arguments.dtype);
   FUSEDOPS_CALL_ISA(bias_dropout_add_backward, arguments);
   return {dx, dbias, at::Tensor()};
 }

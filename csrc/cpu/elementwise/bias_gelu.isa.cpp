@@ -91,23 +91,15 @@ void backward(const BiasGeluBackward& a) {
 
 void bias_gelu_forward(const BiasGeluForward& a) {
   switch_dtypes(a.dtype, a.bias_dtype, [&](auto t, auto p) {
-    using T = decltype(t);
-    using P = decltype(p);
-    with_gelu(a.activation, [&](auto activation) {
-      constexpr Activation kActivation = decltype(activation)::value;
-      forward<T, P, kActivation>(a);
-    });
+    with_gelu(a.activation,
+              [&](auto activation) { forward<decltype(t), decltype(p), activation.value>(a); });
   });
 }
 
 void bias_gelu_backward(const BiasGeluBackward& a) {
   switch_dtypes(a.dtype, a.bias_dtype, [&](auto t, auto p) {
-    using T = decltype(t);
-    using P = decltype(p);
-    with_gelu(a.activation, [&](auto activation) {
-      constexpr Activation kActivation = decltype(activation)::value;
-      backward<T, P, kActivation>(a);
-    });
+    with_gelu(a.activation,
+              [&](auto activation) { backward<decltype(t), decltype(p), activation.value>(a); });
   });
 }
 

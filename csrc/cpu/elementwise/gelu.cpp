@@ -10,29 +10,26 @@
 namespace fusedops {
 namespace {
 
-at::Tensor forward(const at::Tensor& input, std::string_view approximate) {
+at::Tensor run(const at::Tensor& grad_output, const at::Tensor& input,
+               std::string_view approximate) {
   const auto x = input.contiguous();
   auto output = at::empty(x.sizes(), x.options());
   if (x.numel() > 0) {
-    const GeluForward arguments{data(x), mutable_data(output), x.numel(), gelu_variant(approximate),
-                                dtype_of(x)};
-    FUSEDOPS_CALL_ISA(gelu_forward, arguments);
+    const Gelu arguments{data(grad_output),         data(x),    mutable_data(output), x.numel(),
+                         gelu_variant(approximate), dtype_of(x)};
+    FUSEDOPS_CALL_ISA(gelu, arguments);
   }
   return output;
+}
+
+at::Tensor forward(const at::Tensor& input, std::string_view approximate) {
+  return run({}, input, approximate);
 }
 
 at::Tensor backward(const std::optional<at::Tensor>& grad_output, const at::Tensor& input,
                     std::string_view approximate, c10::List<bool> output_mask) {
   if (!output_mask[0]) return {};
-  const auto x = input.contiguous();
-  const auto dy = grad_output->to(x.scalar_type()).contiguous();
-  auto dx = at::empty(x.sizes(), x.options());
-  if (x.numel() > 0) {
-    const GeluBackward arguments{
-        data(dy), data(x), mutable_data(dx), x.numel(), gelu_variant(approximate), dtype_of(x)};
-    FUSEDOPS_CALL_ISA(gelu_backward, arguments);
-  }
-  return dx;
+  return run(gradient(grad_output, input), input, approximate);
 }
 
 }  // namespace

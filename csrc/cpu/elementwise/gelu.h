@@ -1,4 +1,4 @@
-// Interface between the binding of gelu and its kernels.
+// Interface between the binding of gelu and its kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +9,10 @@
 
 namespace fusedops {
 
-struct GeluForward {
-  const void* input;  // [count]
-  void* output;       // [count]
-  int64_t count;
-  Activation activation;
-  DType dtype;
-};
-
-struct GeluBackward {
-  const void* grad_output;  // [count]
+struct Gelu {
+  const void* grad_output;  // [count], or null: the forward
   const void* input;        // [count]
-  void* grad_input;         // [count]
+  void* output;             // [count]: the result, or the gradient of the input
   int64_t count;
   Activation activation;
   DType dtype;
@@ -28,5 +20,4 @@ struct GeluBackward {
 
 }  // namespace fusedops
 
-FUSEDOPS_DECLARE_ISA(gelu_forward, const GeluForward&)
-FUSEDOPS_DECLARE_ISA(gelu_backward, const GeluBackward&)
+FUSEDOPS_DECLARE_ISA(gelu, const Gelu&)

@@ -74,17 +74,13 @@ inline void with_types(DType dtype, Activation activation, const F& body) {
 }  // namespace
 
 void glu_forward(const GluForward& a) {
-  with_types(a.dtype, a.activation, [&](auto t, auto activation) {
-    constexpr Activation kActivation = decltype(activation)::value;
-    forward<decltype(t), kActivation>(a);
-  });
+  with_types(a.dtype, a.activation,
+             [&](auto t, auto activation) { forward<decltype(t), activation.value>(a); });
 }
 
 void glu_backward(const GluBackward& a) {
-  with_types(a.dtype, a.activation, [&](auto t, auto activation) {
-    constexpr Activation kActivation = decltype(activation)::value;
-    backward<decltype(t), kActivation>(a);
-  });
+  with_types(a.dtype, a.activation,
+             [&](auto t, auto activation) { backward<decltype(t), activation.value>(a); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

@@ -234,6 +234,18 @@ __attribute__((noinline)) void multiply_row_as_tiles(int64_t count, const Bf16Pa
   }
 }
 
+// While this lives, vectors take subnormal numbers for zero, as tile registers do.
+class SubnormalsAreZero {
+ public:
+  SubnormalsAreZero() { _mm_setcsr(control_ | 0x8040); }
+  ~SubnormalsAreZero() { _mm_setcsr(control_); }
+  SubnormalsAreZero(const SubnormalsAreZero&) = delete;
+  SubnormalsAreZero& operator=(const SubnormalsAreZero&) = delete;
+
+ private:
+  unsigned control_ = _mm_getcsr();
+};
+
 // A row times any number of columns of B, in the order of Policy.
 template <typename Policy>
 inline void multiply_row_of_pairs(int64_t count, const Bf16Pair* a, const c10::BFloat16* b,

@@ -72,7 +72,7 @@ inline Reduction reduction_of(std::string_view name) {
 inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int64_t classes,
                               int64_t count, const LossOptions& options, Reduction reduction,
                               at::ScalarType type, const at::Tensor& statistics) {
-  const auto finish = [&]<typename A>(A* statistics_data) {
+  return with_statistics(statistics, [&]<typename A>(A* statistics_data) {
     const auto rows = reduction == Reduction::none ? at::empty(target.sizes(), statistics.options())
                                                    : at::Tensor();
     auto total = static_cast<A>(
@@ -81,9 +81,7 @@ inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int
     if (rows.defined()) return rows.to(type);
     if (reduction == Reduction::mean) total /= static_cast<A>(count);
     return number(total, type);
-  };
-  return statistics.scalar_type() == at::kDouble ? finish(statistics.mutable_data_ptr<double>())
-                                                 : finish(statistics.mutable_data_ptr<float>());
+  });
 }
 
 }  // namespace fusedops

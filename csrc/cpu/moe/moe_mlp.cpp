@@ -46,14 +46,10 @@ struct Rows {
                         rows, "), got ", place[r]);
       token[r] = static_cast<int32_t>(slot[r] / top_k);
     }
-    const auto pick = [&](auto* to, const auto* from) {
+    with_statistics(scale, [&]<typename A>(A* to) {
+      const A* from = weights.const_data_ptr<A>();
       for (int64_t r = 0; r < rows; ++r) to[r] = from[slot[r]];
-    };
-    if (probs.scalar_type() == at::kDouble) {
-      pick(scale.mutable_data_ptr<double>(), weights.const_data_ptr<double>());
-    } else {
-      pick(scale.mutable_data_ptr<float>(), weights.const_data_ptr<float>());
-    }
+    });
   }
 
   int64_t count() const { return groups.rows(); }

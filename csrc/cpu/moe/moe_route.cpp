@@ -80,16 +80,7 @@ void drop(const Slots& slots, const at::Tensor& probs, std::string_view policy) 
   if (policy == "position" || policy == "rounds") {
     return drop_by_position(slots, policy == "rounds");
   }
-  if (probs.scalar_type() == at::kDouble) {
-    drop_by_probability(slots, probs.const_data_ptr<double>());
-  } else {
-    drop_by_probability(slots, probs.const_data_ptr<float>());
-  }
-}
-
-template <typename A>
-void zero_dropped(A* probs, const bool* kept, int64_t slots) {
-  for (int64_t i = 0; i < slots; ++i) probs[i] = kept[i] ? probs[i] : A(0);
+  with_statistics(probs, [&](const auto* values) { drop_by_probability(slots, values); });
 }
 
 MoeRouteOptions options_of(const at::Tensor& logits, const at::Tensor& seed, int64_t slots,
@@ -143,11 +134,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   } else {
     kept.copy_(*chosen_kept);
   }
-  if (wide == at::kDouble) {
-    zero_dropped(probs.mutable_data_ptr<double>(), mask, kept.numel());
-  } else {
-    zero_dropped(probs.mutable_data_ptr<float>(), mask, kept.numel());
-  }
+  with_statistics(probs, [&](auto* values) {
+    for (int64_t i = 0; i < kept.numel(); ++i) {
+      if (!mask[i]) values[i] = 0;
+    }
+  });
   return {probs, ids, kept};
 }
 

@@ -12,10 +12,7 @@ struct Cpu {
   struct Guard {
     explicit Guard(at::Device) {}
   };
-  static constexpr auto align_parameters = fusedops::align_parameters;
   static constexpr auto dropout_of = row_dropout_of;
-
-  static DType type_of(const at::Tensor& tensor) { return dtype_of(tensor); }
 
   static std::array<int64_t, 3> partials(int64_t rows, int64_t columns, DType) {
     return {Chunks(rows).count, 2, columns};

@@ -34,16 +34,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& input,
   auto shape = input.sizes().vec();
   shape.back() = gate_weight.size(0);
   const auto output = at::empty(shape, input.options());
-  at::Tensor gate, up;
-  if (keep_preactivations) {
-    gate = at::empty(shape, input.options());
-    up = at::empty(shape, input.options());
-  }
-  glu_into(as_rows(input), gate_weight, up_weight, parse_activation(activation), gate, up, output);
-  if (!keep_preactivations) {
-    gate = at::empty({0}, input.options());
-    up = at::empty({0}, input.options());
-  }
+  if (!keep_preactivations) shape = {0};
+  const auto gate = at::empty(shape, input.options()), up = at::empty(shape, input.options());
+  const at::Tensor none;
+  glu_into(as_rows(input), gate_weight, up_weight, parse_activation(activation),
+           keep_preactivations ? gate : none, keep_preactivations ? up : none, output);
   return {output, gate, up};
 }
 
