@@ -42,21 +42,12 @@ Limit limit() {
   return asked;
 }
 
-bool has_avx512_bf16() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") != 0;
+const bool kProcessorHasBf16 = __builtin_cpu_supports("avx512bf16") != 0;
+const bool kIsIntel = __builtin_cpu_is("intel") != 0;
 #else
-  return false;
+const bool kProcessorHasBf16 = false, kIsIntel = false;
 #endif
-}
-
-bool is_intel() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("intel") != 0;
-#else
-  return false;
-#endif
-}
 
 // What it means that the system refuses the tile registers with an error number.
 std::string explain(int error) {
@@ -108,7 +99,7 @@ std::string request_tiles() {
 const std::string& why_no_tiles() {
   static const std::string reason = []() -> std::string {
     if (limit() < Limit::amx) return "FUSEDOPS_MAX_ISA allows less";
-    if (current_isa() != Isa::AVX512 || !has_avx512_bf16()) {
+    if (current_isa() != Isa::AVX512 || !kProcessorHasBf16) {
       return "the kernels for AVX-512 with bfloat16 do not run here";
     }
     return request_tiles();
@@ -132,8 +123,8 @@ Isa current_isa() {
   return isa;
 }
 
-const bool kHasAvx512Bf16 = limit() >= Limit::avx512_bf16 && has_avx512_bf16();
-const bool kReadsLongRows = is_intel() || limit() == Limit::amx_trapped;
+const bool kHasAvx512Bf16 = limit() >= Limit::avx512_bf16 && kProcessorHasBf16;
+const bool kReadsLongRows = kIsIntel || limit() == Limit::amx_trapped;
 
 bool has_tiles() {
   return why_no_tiles().empty();

@@ -52,7 +52,9 @@ names.
     "trl": (
         "trl",
         """
-Call `fusedops.patch(model)` and pass the model to `SFTTrainer` or `DPOTrainer`. Both compute the
+Without adapters, call `fusedops.patch(model)` and pass the model to `SFTTrainer` or `DPOTrainer`.
+With `peft_config=`, call `use_fused_kernels(trainer)` between its construction and `train`
+([example](integrations.md)), when trl has added the adapters. Both compute the
 loss themselves, from the head or from the logits, so everything except the loss runs fused. trl's
 `use_liger_kernel` changes the same modules: use one of the two.
 """,
@@ -115,7 +117,7 @@ COLUMNS = {
     "*All* of a Llama are {ops}",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
-    "same numbers": "the losses of all steps and all final weights are as close to a float64 run "
+    "equal within rounding": "the losses of all steps and all final weights are as close to a float64 run "
     "as those of the stock model, within "
     "[the ops' error budget](patching.md#what-the-same-results-means), and the fused ops ran as "
     "often as expected",
@@ -184,7 +186,7 @@ def _list(names: Any) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| mode | model | processes | runs fused | falls back | same numbers |",
+        "| mode | model | processes | runs fused | falls back | equal within rounding |",
         "|---|---|---:|---|---|---|",
     ]
     for mode, group in groupby(rows, key=lambda row: row["mode"]):

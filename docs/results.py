@@ -20,6 +20,13 @@ RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("forward", "both")
 MODES = ("training", "forward", "decoding 1", "decoding 4")
+_WORDS = {"training": "training", "forward": "forward", "decoding": "generation"}
+_PROCESSORS = {
+    "cpu-xeon-amx": "Intel Xeon with AMX",
+    "cpu-zen3": "AMD Zen 3",
+    "cpu-zen4": "AMD Zen 4",
+    "cpu-zen5": "AMD Zen 5",
+}
 SIZES = ("4x256", "1x256+32", "4x256+32")  # sequences x tokens, and generated ones
 
 Row = dict[str, str]
@@ -108,7 +115,7 @@ def models_summary() -> str:
 
     Only rows of ``SIZES`` count: in float16 on AMD some families were measured on fewer tokens.
     """
-    columns = ("training", "forward", "generation, batch 1", "batch 4", "torch, measured")
+    columns = ("training", "forward", "generation, batch 1", "generation, batch 4", "measured")
     lines = [f"| processor | dtype | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|---|"]
     for record in _model_records():
         for dtype in DTYPES:
@@ -122,24 +129,24 @@ def models_summary() -> str:
                     leads.setdefault(mode, []).append(row.lead)
             if not leads:
                 continue
-            cells = [_mean(leads.get(mode, [])) for mode in MODES]
-            when = f"{record.versions['torch'].split('+')[0]}, {record.created[:10]}"
-            cells = [record.machine["slug"], dtype, *cells, when]
+            cells = [_mean(leads.get(mode, [])) or "-" for mode in MODES]
+            when = f"torch {record.versions['torch'].split('+')[0]}, {record.created[:10]}"
+            cells = [_PROCESSORS[record.machine["slug"]], dtype, *cells, when]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else "No measurement is committed yet."
 
 
 def slower_table() -> str:
     """Return the whole models that the fastest other beats by more than 3 %."""
-    lines = ["| processor | dtype | mode | times the fastest other |", "|---|---|---|---|"]
+    lines = ["| processor | dtype | what | speed relative to stock |", "|---|---|---|---|"]
     for record in _model_records():
         groups: dict[tuple[str, str], list[str]] = {}
         for row in record.rows:
             if row.lead is not None and row.trusted and row.lead < 0.97:
-                mode = f"{row.direction} {row.case.split(', ')[-1]}"
+                mode = f"{_WORDS[row.direction]}, {row.case.split(', ')[-1]} tokens"
                 groups.setdefault((row.dtype, mode), []).append(f"{row.op} {row.lead:.2f}")
         lines += [
-            f"| {record.machine['slug']} | {dtype} | {mode} | {', '.join(models)} |"
+            f"| {_PROCESSORS[record.machine['slug']]} | {dtype} | {mode} | {', '.join(models)} |"
             for (dtype, mode), models in groups.items()
         ]
     return "\n".join(lines)

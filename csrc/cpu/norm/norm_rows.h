@@ -219,16 +219,12 @@ class Parameter {
 };
 
 // Products that are rounded: the compiler must not contract them with the addition that follows.
-#if defined(__x86_64__)
-#define FUSEDOPS_KEEP_ROUNDED(product) asm("" : "+x"(product))
-#else
-#define FUSEDOPS_KEEP_ROUNDED(product)
-#endif
-
 template <typename A>
 inline A square(A x) {
   A product = x * x;
-  FUSEDOPS_KEEP_ROUNDED(product);
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#endif
   return product;
 }
 
@@ -236,13 +232,25 @@ template <typename A>
 inline at::vec::Vectorized<A> rounded_product(const at::vec::Vectorized<A>& x,
                                               const at::vec::Vectorized<A>& y) {
 #if defined(CPU_CAPABILITY_AVX512)
-  std::conditional_t<std::is_same_v<A, float>, __m512, __m512d> product = x * y;
-  asm("" : "+v"(product));
-  return product;
+  if constexpr (std::is_same_v<A, float>) {
+    __m512 product = x * y;
+    asm("" : "+v"(product));
+    return product;
+  } else {
+    __m512d product = x * y;
+    asm("" : "+v"(product));
+    return product;
+  }
 #elif defined(CPU_CAPABILITY_AVX2)
-  std::conditional_t<std::is_same_v<A, float>, __m256, __m256d> product = x * y;
-  FUSEDOPS_KEEP_ROUNDED(product);
-  return product;
+  if constexpr (std::is_same_v<A, float>) {
+    __m256 product = x * y;
+    asm("" : "+x"(product));
+    return product;
+  } else {
+    __m256d product = x * y;
+    asm("" : "+x"(product));
+    return product;
+  }
 #else
   return x * y;
 #endif
