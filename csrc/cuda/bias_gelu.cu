@@ -1,5 +1,4 @@
-// bias_gelu on CUDA: y = act(x + bias), the sum and the activation in float32, rounded once. gelu
-// is the same without bias.
+// bias_gelu on CUDA: y = act(x + bias), the sum and the activation in float32, rounded once.
 //
 // A thread owns 16 bytes of columns, keeps their bias in registers and walks rows. Forward traffic:
 // x once, y once. Backward traffic: dy and x once, dx once, with
@@ -12,7 +11,7 @@
 #include <type_traits>
 
 #include "activation.cuh"
-#include "gelu.h"
+#include "bias_gelu.h"
 #include "launch.cuh"
 
 namespace fusedops::cuda {
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (column >= columns) return;
   A shift[kPack];
-  load_or(bias, column, A(-0.0), shift);  // x + -0.0 is x
+  load(bias + column, shift);
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
 #pragma unroll(std::is_same_v<T, double> ? 1 : 2)
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= columns) return;
   A shift[kPack];
   A total[kPack] = {};
-  load_or(bias, column, A(-0.0), shift);  // x + -0.0 is x
+  load(bias + column, shift);
   const int64_t parts = static_cast<int64_t>(gridDim.y) * blockDim.y;
   const int64_t part = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
 #pragma unroll(std::is_same_v<T, double> ? 1 : 2)

@@ -1,6 +1,5 @@
-// Interface between the bindings of gelu and bias_gelu and their kernels. A bias that is null is
-// left out: gelu. Pointers are device memory; a call enqueues on `stream` and returns the error of
-// the launch.
+// Interface between the binding of bias_gelu and its kernels. Pointers are device memory; a call
+// enqueues on `stream` and returns the error of the launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
