@@ -6,7 +6,6 @@ it finds in the code of others. Shapes: B sequences, S tokens, H hidden, D of a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops.testing import Case, Parallel
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS, EXPERTS = 32, 16, 4, 2, 2, 4
+VOCAB, HIDDEN, HEADS, LAYERS = 32, 16, 4, 2
 
 
 class Layout(SimpleNamespace):
@@ -54,41 +53,14 @@ class Norm(nn.Module):
         return F.rms_norm(x, (HIDDEN,), local(self.weight), 1e-5)
 
 
-class Experts(nn.Module):
-    """Each token goes to the expert that its router likes best."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(hidden, EXPERTS)
-        self.weight = nn.Parameter(torch.randn(EXPERTS, hidden, hidden) / 4)
-        self.visit = self.compute
-
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x = x_BSH.flatten(0, 1)
-        probs, ids = self.router(x).softmax(-1).max(-1)
-        return self.visit(x, probs, ids).view_as(x_BSH)
-
-    def compute(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the results of the experts here, numbered from 0 on."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        result = torch.zeros_like(x)
-        for expert, each in enumerate(weight):
-            rows = (ids == expert).nonzero()[:, 0]
-            result = result.index_add(0, rows, F.gelu(x[rows] @ each) * probs[rows, None])
-        return result
-
-
 class Layer(nn.Module):
-    def __init__(self, layout: Layout, dropout: float, experts: bool) -> None:
+    def __init__(self, layout: Layout, dropout: float) -> None:
         super().__init__()
-        width = HIDDEN // HEADS * KV_HEADS
         self.layout = layout
         self.attention_norm, self.norm = Norm(), Norm()
         self.query, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.key, self.value = nn.Linear(HIDDEN, width), nn.Linear(HIDDEN, width)
-        self.experts = Experts(HIDDEN) if experts else None
-        if not experts:
-            self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.key, self.value = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
         self.dropout = Dropout(dropout, layout)
 
     def attend(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -98,7 +70,6 @@ class Layer(nn.Module):
             for f in (self.query, self.key, self.value)
         )
         key, value = self.layout.whole_sequence(key), self.layout.whole_sequence(value)
-        key, value = self.layout.heads(key, query), self.layout.heads(value, query)
         first = self.layout.first_token(query.shape[2])
         rows = torch.arange(first, first + query.shape[2])
         mask = torch.arange(key.shape[2]) <= rows[:, None]
@@ -107,32 +78,25 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         x_BSH = x_BSH + self.dropout(self.attend(self.attention_norm(x_BSH)))
-        return x_BSH + self.dropout(self.feed_forward(self.norm(x_BSH)))
-
-    def feed_forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        if self.experts is not None:
-            return self.experts(x_BSH)
-        return self.down(F.gelu(self.up(x_BSH)))
+        return x_BSH + self.dropout(self.down(F.gelu(self.up(self.norm(x_BSH)))))
 
 
 class Decoder(nn.Module):
-    def __init__(self, dropout: float = 0.0, experts: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.layout = Layout(
             dropout=(1, 0, 1, 0),
             whole_sequence=lambda x: x,
-            heads=lambda x, query: x.repeat_interleave(query.shape[1] // x.shape[1], 1),
             first_token=lambda tokens: 0,
             enter=lambda x: x,
             leave=lambda x: x,
             recompute=None,
             total=torch.sum,
-            saved=contextlib.nullcontext,
         )
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(torch.randn(64, HIDDEN) / 10)
-        self.layers = nn.ModuleList(Layer(self.layout, dropout, experts) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(self.layout, dropout) for _ in range(LAYERS))
         self.norm = Norm()
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
@@ -140,12 +104,11 @@ class Decoder(nn.Module):
         first = self.layout.first_token(tokens.shape[1])
         x_BSH = self.tokens(tokens) + local(self.positions)[first : first + tokens.shape[1]]
         x_BSH = self.layout.enter(x_BSH)
-        with self.layout.saved():
-            for layer in self.layers:
-                if self.layout.recompute is None:
-                    x_BSH = layer(x_BSH)
-                else:
-                    x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
+        for layer in self.layers:
+            if self.layout.recompute is None:
+                x_BSH = layer(x_BSH)
+            else:
+                x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
         logits = self.head(self.layout.leave(self.norm(x_BSH))).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
@@ -158,10 +121,6 @@ def plain() -> nn.Module:
 
 def with_dropout() -> nn.Module:
     return Decoder(dropout=0.3)
-
-
-def with_experts() -> nn.Module:
-    return Decoder(experts=True)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -218,11 +177,10 @@ class Group:
 
 
 class Column(nn.Module):
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, enter: Any, shard: bool = True) -> None:
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, enter: Any) -> None:
         super().__init__()
-        placement = Shard(0) if shard else Replicate()
-        self.weight, self.bias, self.enter = split(linear, mesh, placement), None, enter
-        self.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [placement]))
+        self.weight, self.enter = split(linear, mesh, Shard(0)), enter
+        self.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [Shard(0)]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.enter(x), local(self.weight), local(self.bias))
@@ -271,13 +229,8 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
             functools.partial(cp.gather, dim=2), functools.partial(backward, dim=2)
         )
         layout.first_token = lambda tokens: 0 if bug == "positions" else cp.rank * tokens
-    if options.get("ep"):
-        for layer in model.layers:
-            divide(layer.experts, mesh["dp"], bug)
     if options.get("recompute"):
         layout.recompute = {"preserve_rng_state": bug != "stale recompute"}
-    if options.get("offload"):
-        layout.saved = functools.partial(offloaded, reused=bug == "buffer reused")
     if options.get("zero"):
         if set(axes) != {"dp"}:
             raise ValueError("zero is only written for dp alone")
@@ -297,19 +250,6 @@ def running_sum(losses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for each in losses.to(dtype):
         total = total + each
     return total
-
-
-def offloaded(reused: bool) -> Any:
-    """Keep for the backward in memory of another place; with a bug, in one that is used again."""
-    memory: dict[Any, torch.Tensor] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        place = memory.get((x.shape, x.dtype)) if reused else None
-        place = torch.empty_like(x) if place is None else place
-        memory[x.shape, x.dtype] = place.copy_(x.detach())
-        return place
-
-    return torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
 
 
 def clip(model: Decoder, groups: dict[str, Group], bug: str, most: float) -> torch.Tensor:
@@ -337,7 +277,6 @@ def tensor_parallel(
     enter = communication(tp.same, tp.same if bug == "copy" else tp.sum)
     leave = communication(tp.sum, tp.same)
     summed = []
-    shared = tp.size > KV_HEADS  # several ranks read one head
     if sequence:
         enter, leave = communication(gather, scatter), communication(scatter, gather)
         model.layout.enter = communication(part, gather)
@@ -346,22 +285,13 @@ def tensor_parallel(
             summed += [(norm.weight, tp) for norm in model.modules() if isinstance(norm, Norm)]
     for layer in model.layers:
         layer.query = Column(layer.query, mesh, enter)
-        layer.key = Column(layer.key, mesh, enter, not shared)
-        layer.value = Column(layer.value, mesh, enter, not shared)
+        layer.key = Column(layer.key, mesh, enter)
+        layer.value = Column(layer.value, mesh, enter)
         layer.output = Row(layer.output, mesh, leave, bug == "bias per rank")
         layer.up = Column(layer.up, mesh, enter)
         layer.down = Row(layer.down, mesh, leave, bug == "bias per rank")
         if sequence:
             summed += [(each.bias, tp) for each in (layer.output, layer.down)]
-        if shared and bug != "shared heads":
-            parts = (layer.key, layer.value)
-            summed += [(p, tp) for part in parts for p in part.parameters()]
-    if shared:
-
-        def heads(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-            return x[:, [tp.rank * KV_HEADS // tp.size]]
-
-        model.layout.heads = heads
     return summed
 
 
@@ -401,56 +331,12 @@ def training_step(
             whole = group.sum(whole)
             if not averaged and bug != f"no sum over {'dp' if group is groups.get('dp') else 'cp'}":
                 for parameter in model.parameters():
-                    if bug == "experts as copies" or not divided_over(parameter, group):
-                        add(parameter, group)
+                    add(parameter, group)
         return whole
 
     return forward_backward
 
 
-def divided_over(parameter: nn.Parameter, group: Group) -> bool:
-    """Whether the ranks of a group have other parts of a parameter: experts."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.get_group() is group.group
-
-
 def add(parameter: nn.Parameter, group: Group) -> None:
     grad = local(parameter.grad)
     grad.copy_(group.sum(grad))
-
-
-def _exchanged(rows: torch.Tensor, send: list[int], got: list[int], group: Any) -> torch.Tensor:
-    arrived = rows.new_empty((sum(got), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows, got, send, group=group)
-    return arrived
-
-
-def divide(layer: Experts, mesh: DeviceMesh, bug: str) -> None:
-    """Give each rank its share of a layer's experts; every rank has other tokens."""
-    group, ranks = mesh.get_group(), mesh.size()
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
-    layer.visit = functools.partial(_visit, layer, group, EXPERTS // ranks, bug)
-
-
-def _visit(
-    layer: Experts,
-    group: Any,
-    per_rank: int,
-    bug: str,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
-) -> torch.Tensor:
-    order = ids.argsort(stable=True)
-    counts = torch.bincount(ids // per_rank, minlength=group.size())
-    send = counts.tolist()
-    got = _exchanged(counts, [1] * len(send), [1] * len(send), group).tolist()
-    there = functools.partial(_exchanged, send=send, got=got, group=group)
-    back = functools.partial(_exchanged, send=got, got=send, group=group)
-    rows = Communicate.apply(torch.cat([x, probs[:, None]], 1)[order], there, back)
-    here = there(ids[order])
-    here = here // group.size() if bug == "experts misnumbered" else here % per_rank
-    results = layer.compute(rows[:, :-1], rows[:, -1], here)
-    returned = Communicate.apply(results, back, there)
-    if bug == "results out of place":
-        return returned
-    return torch.zeros_like(returned).index_copy(0, order, returned)
