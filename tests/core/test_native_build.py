@@ -36,9 +36,6 @@ extern "C" float NAME(const float* x, long n) {
 """
 
 
-TOOLS = native.ROOT / "tools"
-
-
 def printed_by(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -93,37 +90,9 @@ def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> Non
     assert weak_code(path) == weak_code(plain), "the linker took the plain copies"
 
 
-# A vector from memory that is aligned to its elements only, as the kernels read it.
-LOADS = """
-#include <cstring>
-typedef float V __attribute__((vector_size(32)));
-extern "C" void NAME(const float* a, const float* b, long step, long n, float* out) {
-  V sum[8] = {};
-  for (long k = 0; k < n; ++k) {
-    const V factor = a[k] - V{};
-    for (int j = 0; j < 8; ++j) {
-      V values;
-      std::memcpy(&values, b + k * step + j * 8, sizeof(V));
-      sum[j] += factor * values;
-    }
-  }
-  for (int j = 0; j < 8; ++j) std::memcpy(out + j * 8, &sum[j], sizeof(V));
-}
-"""
-
-
-def test_a_vector_of_avx2_is_loaded_into_one_register(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_avx2_copy_a_vector_by_one_register(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.knows_wide_copies():
         pytest.skip("the compiler has no such options")
-    halves = []
-    for name, more in (("plain", ()), ("wide", native.WIDE_COPIES)):
-        flags = (*native.ISA_FLAGS["AVX2"], "-O3", *more)
-        path = compile_object(tmp_path, name, LOADS.replace("NAME", name), *flags)
-        code = printed_by("objdump", "-d", path)
-        halves.append(len(re.findall(r"vmov\w+ +[^\n]*%xmm\d+,[^\n]*\(%", code)))
-    assert halves[1] == 0, f"{halves[1]} stores of half a register; without the options {halves[0]}"
     monkeypatch.setenv("FUSEDOPS_ISAS", "all")
     edges = native.edges_of("cpu", native.build_folder())
     avx2 = [edge for edge in edges if ".AVX2." in edge.output and edge.rule == "cxx"]
@@ -201,37 +170,6 @@ def test_a_header_is_known_by_what_it_is_made_from(
     monkeypatch.undo()
     two.write_text("#include <string>")
     assert native.header_digest(two, ["-mavx2"]) != first
-
-
-@pytest.mark.skipif(shutil.which("ccache") is None, reason="no ccache")
-def test_ccache_finds_an_object_of_another_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [each for each in os.environ if each.startswith("CCACHE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("CCACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("CCACHE_CONFIGPATH", os.devnull)
-    for checkout in (tmp_path / "one", tmp_path / "two"):
-        checkout.mkdir()
-        header, source = checkout / "header.h", checkout / "source.cpp"
-        header.write_text("#include <vector>\n")
-        source.write_text("long f() { return std::vector<int>(3).size(); }\n")
-        monkeypatch.setattr(native, "ROOT", checkout)
-        made = checkout / "build" / "header.h"
-        made.parent.mkdir()
-        printed_by("g++", "-x", "c++-header", "-c", header, "-o", f"{made}.gch")
-        Path(f"{made}.gch.sum").write_text(native.header_digest(header, []))
-        command = f"{native._ccache()} g++ -include {made} -c {source} -o {source}.o"
-        subprocess.run(command, shell=True, check=True, cwd=made.parent)
-        assert (checkout / "source.cpp.o").exists()
-    statistics = printed_by("ccache", "--print-stats")
-    assert re.search(r"^(direct|preprocessed)_cache_hit\t1$", statistics, re.MULTILINE), statistics
-
-
-def test_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(native.CannotBuildError, match="no-such-compiler is not on PATH"):
-        native.compiler()
 
 
 def small_project(folder: Path, *, host: bool = False) -> Path:
@@ -350,17 +288,3 @@ def test_a_library_of_other_sources_is_told(tmp_path: Path) -> None:
     ]
     assert told == [True, False, False, False]
     assert not extension._is_stale(library, {})
-
-
-def test_a_sanitizers_build_has_folders_of_its_own() -> None:
-    code = "import native; print(native.LIBRARIES, native.build_folder(), native.EXTRA_FLAGS)"
-    plain, sanitized = (
-        printed_by(
-            *("env", f"FUSEDOPS_SANITIZE={asked}", "CXXFLAGS=-DX", f"PYTHONPATH={TOOLS}"),
-            *(sys.executable, "-c", code),
-        ).split()
-        for asked in ("", "address,undefined")
-    )
-    assert plain[2:] == ["-DX"] and "-fsanitize=address,undefined" in sanitized
-    assert all("sanitized" in path for path in sanitized[:2])
-    assert not any("sanitized" in path for path in plain[:2])

@@ -40,20 +40,6 @@ def test_the_page_has_a_row_for_each_environment() -> None:
     assert "takes 0.07 s" in text and "@" not in text.replace("fusedops@", "")
 
 
-def test_results_of_the_same_files_are_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RESULTS", "PAGE"):
-        monkeypatch.setattr(page, name, tmp_path / name)
-    monkeypatch.setattr(page, "ROOT", tmp_path)
-    files = [{"name": "a.tar.gz", "bytes": 1, "sha256": "1"}]
-    page.record([PASSED], files)
-    page.record([LEFT_OUT], files)
-    assert "3.12.1" in page.PAGE.read_text() and "no such Python" in page.PAGE.read_text()
-    page.record([PASSED], [{**files[0], "sha256": "2"}])
-    assert "no such Python" not in page.PAGE.read_text(), "other files: earlier rows are dropped"
-
-
 def test_the_sdist_lists_files_that_exist() -> None:
     listed = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
     paths = [path for words in listed if words[0] in ("include", "graft") for path in words[1:]]

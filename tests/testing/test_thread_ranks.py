@@ -170,9 +170,7 @@ def drawn(rank: int) -> list[float]:
         dist.barrier()
         if rank == 1:
             torch.rand(5)  # what one rank draws is no other rank's
-            torch.manual_seed(3 + len(numbers))
-        else:
-            torch.manual_seed(3 + len(numbers))
+        torch.manual_seed(3 + len(numbers))
     return numbers
 
 
