@@ -1,6 +1,6 @@
 """A GPU that is not there, for Triton: kernels compile for it and launches are noted.
 
-    with stand_in_driver.installed(folder, capability=(9, 0)) as gpu:
+    with stand_in_driver.installed(folder) as gpu:
         kernel[grid](...)              # CPU tensors; nothing is computed
         gpu.launches()                 # each launch as bytes
         with gpu.plans(): ...          # the compiled router plans calls on CPU tensors
@@ -95,12 +95,10 @@ def _library(folder: Path) -> ctypes.CDLL:
 
 
 @contextlib.contextmanager
-def installed(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
-    """Stand for a GPU inside the block; CPU tensors count as its own.
+def installed(folder: Path) -> Iterator[Gpu]:
+    """Stand for an H100 inside the block; CPU tensors count as its own.
 
-    Args:
-        folder: for the compiled library and for Triton's own driver code.
-        capability: compute capability, such as ``(9, 0)``.
+    The folder gets the compiled library and Triton's own driver code.
     """
     from triton import knobs
     from triton.backends.nvidia.driver import CudaDriver
@@ -120,27 +118,26 @@ def installed(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Gp
         active = CudaDriver()
         active.get_current_device = lambda: 0
         active.get_current_stream = lambda device: 0x5EED
-        active.get_device_capability = lambda device: capability
+        active.get_device_capability = lambda device: (9, 0)
         stack.enter_context(mock.patch.object(driver, "_active", active))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", init_handles))
-        stack.enter_context(_as_gpu(capability))
+        stack.enter_context(_as_gpu())
         gpu.clear()
         yield gpu
 
 
-def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
+def _as_gpu() -> contextlib.ExitStack:
     """Let fusedops run Triton kernels on CPU tensors, with the tiles of a GPU."""
     from fusedops._core import backends, checks, extension
     from fusedops.kernels import _attention_launch, _descriptors, _launch, attention_decode
 
-    generation = {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
     replaced = (
         (extension, "triton_missing", lambda: None),
         (checks, "readable", lambda tensor: False),
         (backends, "env", SimpleNamespace(triton_interpreted=lambda: True)),
-        (_descriptors, "available", lambda device: generation in (90, 100)),
-        (_attention_launch, "generation_of", lambda device: generation),
-        (attention_decode, "generation_of", lambda device: generation),
+        (_descriptors, "available", lambda device: True),
+        (_attention_launch, "generation_of", lambda device: 90),
+        (attention_decode, "generation_of", lambda device: 90),
         (_launch, "num_programs", lambda device: 2 * 132),
     )
     stack = contextlib.ExitStack()

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -153,17 +153,6 @@ def _plans(plan: Any) -> dict[str, Any]:
     return found
 
 
-def arguments_of(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[inspect.Parameter, inspect.BoundArguments]]:
-    """Yield each parameter of a function with the bound arguments of a right call."""
-    signature = inspect.signature(function)
-    for parameter in signature.parameters.values():
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        yield parameter, bound
-
-
 def complaint(
     call: Callable[[], Any],
     name: str | tuple[str, ...],
@@ -224,10 +213,12 @@ def complaints_about(
         nested: whether nested tensors are wrong.
     """
     found: list[str | None] = []
-    for parameter, bound in arguments_of(function, args, kwargs):
-        name, annotation = parameter.name, str(parameter.annotation)
+    signature = inspect.signature(function)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL or argument not in (None, name):
             continue
+        annotation, bound = str(parameter.annotation), signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         like = next((arg for arg in bound.args if isinstance(arg, torch.Tensor)), None)
         like = torch.linspace(-1, 1, 24).view(3, 8) if like is None else like
         values = values_for(annotation, bound.arguments[name], like)

@@ -70,4 +70,4 @@ def test_everything_is_collected_without_any_other_package(tmp_path: Path) -> No
     done = collected(tmp_path, "tests", "--ignore=tests/clients")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     count = re.search(r"(\d+)(?:/\d+)? tests collected", done.stdout)
-    assert count is not None and int(count[1]) > 5000, done.stdout[-500:]
+    assert count is not None and int(count[1]) > 1000, done.stdout[-500:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,23 +88,6 @@ def test_a_summary_counts_outcomes_and_joins_equal_errors(tmp_path: Path) -> Non
     (tmp_path / "test.jsonl").write_text(lines + '{"test": "cut of')
     page = first_gpu.summary(tmp_path)
     assert "## test: 2 failed, 1 passed" in page and "* failed, 2 times: it is wrong; b" in page
-
-
-def test_a_call_without_a_gpu_builds_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    commands: list[Any] = []
-    monkeypatch.setattr(first_gpu.Results, "run", lambda self, *args: commands.append(args[0]))
-    monkeypatch.setattr(
-        first_gpu.subprocess, "run", lambda command, **_: fresh_process.run(command[-1])
-    )
-    monkeypatch.setattr(sys, "argv", ["first_gpu", "test", str(tmp_path)])
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert first_gpu.main() == 2
-    assert commands == [[sys.executable, "setup.py", "build_ext", "--inplace"]]
-    assert "torch sees no GPU here: nothing is run" in capsys.readouterr().out
 
 
 def test_every_figure_is_of_an_op_at_a_size_that_it_can_be_made_in() -> None:

@@ -207,15 +207,6 @@ def test_rules_of_triton_kernels() -> None:
     assert "computed 2 times" in kernel_report.problems(twice)[0]
 
 
-def test_cases_of_one_label_are_named_by_what_differs() -> None:
-    def case(label: str, **constexprs: object) -> dict[str, object]:
-        return {"kernel": "f", "label": label, "signature": {}, "constexprs": constexprs}
-
-    cases = [case("N=8", N=8, DROP=True), case("N=8", N=8, DROP=False), case("N=16", N=16)]
-    names = [kernel_report.case_name(each, cases) for each in cases]
-    assert names == ["N=8, DROP=True", "N=8, DROP=False", "N=16"]
-
-
 TWO_KERNELS = """
 import triton
 import triton.language as tl

@@ -230,7 +230,10 @@ def references(gpu: stand_in_driver.Gpu, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in ("adamw", "square_sums")])
 def test_torch_operators_of_a_plan_compute_what_they_did(name: str, dtype: torch.dtype) -> None:
-    """New numbers, old indices: of these a reference reads some on the host."""
+    """New numbers, old indices: of these a reference reads some on the host.
+
+    References that read none have a plan.
+    """
     for op, args in calls_of(name, dtype):
         for _ in range(2):
             operator(op)(*args)
@@ -241,21 +244,11 @@ def test_torch_operators_of_a_plan_compute_what_they_did(name: str, dtype: torch
             for arg in args
         )
         found = operator(op)(*other)
+        if name in ("rms_norm", "layer_norm", "linear_glu", "swiglu", "rotary_embedding"):
+            assert sum(torch.ops.fusedops_native.planned_counts(op)) > 0
         with fusedops.use_backend("torch"):
             wanted = operator(op)(*other)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("references")
-def test_most_references_have_a_plan() -> None:
-    """Without plans the test above compares a thing with itself."""
-    planned = 0
-    for name in ("rms_norm", "layer_norm", "linear_glu", "swiglu", "rotary_embedding", "baddbmm"):
-        for op, args in calls_of(name, torch.float32):
-            for _ in range(3):
-                operator(op)(*args)
-            planned += sum(torch.ops.fusedops_native.planned_counts(op))
-    assert planned >= 10
 
 
 def test_a_launch_that_fails_names_the_error(gpu: stand_in_driver.Gpu) -> None:
@@ -308,12 +301,3 @@ def test_what_cannot_be_repeated_is_not(
     assert isinstance(plan, str)
     assert re.search(reason, plan)
     torch.testing.assert_close(result, launcher(x))
-
-
-def test_each_call_goes_through_python_where_plans_are_disabled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FUSEDOPS_LAUNCH_PLANS", "0")
-    assert env.launch_plans_disabled()
-    monkeypatch.setenv("FUSEDOPS_LAUNCH_PLANS", "no")
-    assert any("FUSEDOPS_LAUNCH_PLANS" in mistake for mistake in env.mistakes(backends.BACKENDS))

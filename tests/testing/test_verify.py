@@ -26,9 +26,6 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "norms": ({"tp": 2}, {"sp": True}),
     "dropout per rank": ({"tp": 2}, {"sp": True}),
     "read early": ({"tp": 2}, {}),
-    "keys not reduced": ({"cp": 2}, {}),
-    "positions": ({"cp": 2}, {}),
-    "no sum over cp": ({"cp": 2}, {}),
     "no sum over dp": ({"dp": 2}, {}),
     "mean of means": ({"dp": 2}, {}),
     "stale recompute": ({"dp": 2}, {"recompute": True}),
@@ -41,7 +38,7 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_right_code_passes() -> None:
     report = testing.verify(
         MODELS,
-        [{"tp": 2}, {"dp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}],
+        [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}],
         parallelize=tiny_parallel.parallelize,
         options={"sp": [False, True], "zero": [False, True]},
         cases=8,
