@@ -138,4 +138,4 @@ def test_torch_triton_and_pytest_are_enough() -> None:
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     files = first_gpu.gpu_files()
     assert "tests/ops/test_all_ops.py" in files and "tests/parallel/test_gpu.py" in files
-    assert "tests/core/test_lints.py" not in files
+    assert "tests/core/test_site.py" not in files
