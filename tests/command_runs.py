@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparing import assert_same_bits
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +100,7 @@ def free_port() -> int:
 
 def assert_same_end(run: Path, other: Path, steps: int) -> None:
     """Assert that two runs ended with the same weights, moments and losses."""
-    assert _equal(_last_state(run, steps), _last_state(other, steps)), run
+    assert_same_bits(_last_state(run, steps), _last_state(other, steps), str(run))
     assert _losses(run) == _losses(other), run
 
 
@@ -109,14 +110,6 @@ def _last_state(run: Path, steps: int) -> dict[str, Any]:
     assert last.name == f"step-{steps:010d}.0"
     dcp_to_torch_save(last, run / "all.pt")
     return torch.load(run / "all.pt", weights_only=False)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def _losses(run: Path) -> list[float]:

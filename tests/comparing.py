@@ -49,13 +49,9 @@ def assert_close(
     base: torch.Tensor,
     name: str = "result",
     depth: int = 1,
-    inside: torch.dtype | None = None,
 ) -> None:
-    """Compare one tensor with its truth; ``base`` is what eager torch gets in the same dtype.
-
-    ``inside`` is the dtype of values that the result is made of, where it is not the result's.
-    """
-    found = difference(got, want.double(), base, depth, inside)
+    """Compare one tensor with its truth; ``base`` is what eager torch gets in the same dtype."""
+    found = difference(got, want.double(), base, depth)
     assert found is None, f"{name}: {found}"
 
 

@@ -4,14 +4,13 @@
     python tests/mutations.py TEXT ...    # those whose name or file contains one of the texts
     python tests/mutations.py --check     # only run their tests in an unmodified copy of the tree
 
-Each fault is planted in a copy of a snapshot of the tree, which shares its compiled library. One
-that ends in an error of the collection or of an import is an invalid entry, and not found.
+Each fault is planted in a copy of the tree, which shares its compiled library. One that ends in an
+error of the collection or of an import is an invalid entry, and not found.
 """
 
 from __future__ import annotations
 
 import argparse
-import compileall
 import os
 import re
 import shutil
@@ -80,10 +79,7 @@ def mutations() -> list[Mutation]:
 
 @contextmanager
 def _snapshot() -> Iterator[Path]:
-    """Copy the files of the tree, and compile them once for all that run in copies of it.
-
-    They are copied and not linked: whatever a test writes, the tree stays as it is.
-    """
+    """Copy the files of the tree: whatever a test writes, the tree stays as it is."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
@@ -92,30 +88,26 @@ def _snapshot() -> Iterator[Path]:
             if (ROOT / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name)
-        compileall.compile_dir(tree / "fusedops", quiet=1)
         (tree / "fusedops" / "lib").symlink_to(ROOT / "fusedops" / "lib")
         yield tree
 
 
 @contextmanager
-def _planted(snapshot: Path, mutation: Mutation | None) -> Iterator[Path]:
-    """Give a copy of the snapshot, of links, in which one file is another."""
-    with tempfile.TemporaryDirectory(dir=snapshot.parent, ignore_cleanup_errors=True) as folder:
-        tree = Path(folder, "tree")
-        shutil.copytree(snapshot, tree, symlinks=True, copy_function=os.link)
-        if mutation is not None:
-            text = (snapshot / mutation.file).read_text()
-            (tree / mutation.file).unlink()
-            (tree / mutation.file).write_text(text.replace(mutation.old, mutation.new))
-        yield tree
+def _planted(tree: Path, mutation: Mutation) -> Iterator[None]:
+    """Change a file of the snapshot, and restore it."""
+    path = tree / mutation.file
+    path.write_text(path.read_text().replace(mutation.old, mutation.new))
+    try:
+        yield
+    finally:
+        shutil.copy2(ROOT / mutation.file, path)
 
 
 def _pytest(tree: Path, mark: str, tests: Sequence[str], seconds: int) -> tuple[int | None, str]:
     """Run tests in a copy until one fails; return the exit status, ``None`` if time is up."""
     options = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-m", _SELECTIONS[mark]]
     variables = os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "400"}
-    # Compiled files are replaced and not written to, so that the snapshot keeps its own.
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each file is compiled once
     if mark == "interpreter":
         variables["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryFile("w+") as output:
@@ -157,15 +149,14 @@ def _verdict(status: int | None, output: str) -> tuple[bool, str]:
 def _passes(snapshot: Path, chosen: Sequence[Mutation]) -> bool:
     """Run the tests of all entries without a fault; print what fails."""
     passes = True
-    with _planted(snapshot, None) as tree:
-        for mark in _SELECTIONS:
-            lists = [mutation.tests for mutation in chosen if mutation.mark == mark]
-            if tests := list(dict.fromkeys(test for names in lists for test in names)):
-                status, output = _pytest(tree, mark, tests, _CHECK_SECONDS)
-                print(f"without a fault: {output.strip().splitlines()[-1]}", flush=True)
-                if status != 0:
-                    passes = False
-                    print(output[-4000:])
+    for mark in _SELECTIONS:
+        lists = [mutation.tests for mutation in chosen if mutation.mark == mark]
+        if tests := list(dict.fromkeys(test for names in lists for test in names)):
+            status, output = _pytest(snapshot, mark, tests, _CHECK_SECONDS)
+            print(f"without a fault: {output.strip().splitlines()[-1]}", flush=True)
+            if status != 0:
+                passes = False
+                print(output[-4000:])
     return passes
 
 
@@ -173,8 +164,8 @@ def _run(snapshot: Path, mutation: Mutation) -> bool:
     """Plant a fault, print by which test it was found or why not, and return whether it was."""
     begin, mistake = time.monotonic(), mutation.mistake()
     if mistake is None:
-        with _planted(snapshot, mutation) as tree:
-            found, text = _verdict(*_pytest(tree, mutation.mark, mutation.tests, _SECONDS))
+        with _planted(snapshot, mutation):
+            found, text = _verdict(*_pytest(snapshot, mutation.mark, mutation.tests, _SECONDS))
     else:
         found, text = False, f"ERROR: {mistake}"
     print(f"{mutation.name} ({time.monotonic() - begin:.0f} s)\n    {text}", flush=True)

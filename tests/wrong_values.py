@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from decimal import Decimal
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -65,45 +64,41 @@ def values_for(annotation: str, present: Any, like: torch.Tensor | None) -> list
     if "RoutingPlan" in kinds:
         wrong |= _plans(present)
     if "bool" in kinds:
-        wrong |= {"'yes'": "yes", "''": "", "1": 1, "0": 0, "1.0": 1.0, "nan": NAN, "[]": []}
-        wrong |= {"numpy bool": np.True_, "numpy array": np.array(True)}
+        wrong |= {"'yes'": "yes", "1": 1, "0": 0, "1.0": 1.0, "[]": [], "numpy bool": np.True_}
         wrong |= {"tensor": torch.tensor(True), "tensors": torch.ones(2, dtype=torch.bool)}
     if "float" in kinds:
-        wrong |= {"'1'": "1", "b'1'": b"1", "1j": 1j, "[1.0]": [1.0], "10**400": 10**400}
-        wrong |= {"-10**400": -(10**400), "numpy array": np.ones(3), "tensors": torch.ones(2)}
+        wrong |= {"'1'": "1", "1j": 1j, "[1.0]": [1.0], "10**400": 10**400}
+        wrong |= {"numpy array": np.ones(3), "tensors": torch.ones(2)}
         number = 0.5 if present is None else present
-        meant |= {"Decimal": (Decimal(1), 1.0), "Fraction": (Fraction(1, 2), 0.5)}
-        meant |= {"2**70": (2**70, 2.0**70)}
+        meant |= {"Fraction": (Fraction(1, 2), 0.5), "2**70": (2**70, 2.0**70)}
         meant |= {"numpy float64": (np.float64(number), number), "True": (True, 1.0)}
         exact = float(np.float32(number))
         meant |= {"numpy float32": (np.float32(exact), exact), "int": (1, 1.0)}
         meant |= {"tensor": (torch.tensor(exact), exact)}
     if "int" in kinds:
-        wrong |= {"'1'": "1", "1.5": 1.5, "2.0": 2.0, "nan": NAN, "1j": 1j, "[1]": [1]}
-        wrong |= {"2**63": 2**63, "-2**63 - 1": -(2**63) - 1, "2**70": 2**70, "True": True}
+        wrong |= {"'1'": "1", "2.0": 2.0, "nan": NAN, "1j": 1j, "[1]": [1], "True": True}
+        wrong |= {"2**63": 2**63, "-2**63 - 1": -(2**63) - 1}
         wrong |= {"numpy array": np.array([1, 2]), "tensors": torch.tensor([1, 2])}
         number = 1 if present is None else present
         meant |= {"numpy int64": (np.int64(number), number)}
         meant |= {"tensor": (torch.tensor(number), number)}
     if "str" in kinds and "torch.device" not in kinds:
-        wrong |= {"''": "", "'no such'": "no such", "1": 1, "1.5": 1.5, "nan": NAN, "[]": []}
-        wrong |= {"array": np.array(["a", "b"]), "tensor": torch.ones(2)}
+        wrong |= {"''": "", "'no such'": "no such", "1": 1, "[]": [], "tensor": torch.ones(2)}
         if isinstance(present, str):
             wrong |= {"bytes": present.encode(), "in a list": [present]}
             meant |= {"numpy str": (np.str_(present), present)}
     if "Sequence[int]" in kinds:
         size = tuple(present)
         wrong |= {"one number": size[0], "string": "8", "()": (), "float": 8.0, "2**70": (2**70,)}
-        wrong |= {"floats": tuple(map(float, size)), "strings": tuple(map(str, size))}
-        wrong |= {"bools": (True,), "nested": [list(size)], "numpy floats": np.ones(2)}
-        wrong |= {"iterator": iter(size), "[None]": [None]}
+        wrong |= {"floats": tuple(map(float, size)), "bools": (True,), "nested": [list(size)]}
+        wrong |= {"iterator": iter(size), "[None]": [None], "strings": tuple(map(str, size))}
         meant |= {"tensor": (torch.tensor(size), size)}
         meant |= {"tensors": (tuple(map(torch.tensor, size)), size)}
         meant |= {"list": (list(size), size), "torch.Size": (torch.Size(size), size)}
         meant |= {"numpy": (np.array(size), size), "numpy ints": (tuple(map(np.int64, size)), size)}
     if "tuple[int, int]" in kinds:
         wrong |= {"4": 4, "'ab'": "ab", "one": (1,), "three": (1, 2, 3), "floats": (1.0, 0.0)}
-        wrong |= {"nan": (NAN, 0), "strings": ("1", "2"), "bools": (True, False), "[None]": [None]}
+        wrong |= {"nan": (NAN, 0), "strings": ("1", "2"), "bools": (True, False)}
         wrong |= {"2**70": (2**70, 0), "-2": (-2, 0), "tensor": torch.tensor([1, 0])}
         meant |= {"list": ([1, 0], (1, 0)), "numpy": (np.array([1, 0]), (1, 0))}
     if "torch.device" in kinds:
@@ -156,17 +151,6 @@ def _plans(plan: Any) -> dict[str, Any]:
                 broken = getattr(plan, name).to_sparse() if value == "to_sparse" else value
                 found[f"{name} {label}"] = dataclasses.replace(plan, **{name: broken})
     return found
-
-
-def arguments_of(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[inspect.Parameter, inspect.BoundArguments]]:
-    """Yield each parameter of a function with the bound arguments of a right call."""
-    signature = inspect.signature(function)
-    for parameter in signature.parameters.values():
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        yield parameter, bound
 
 
 def complaint(
@@ -229,10 +213,12 @@ def complaints_about(
         nested: whether nested tensors are wrong.
     """
     found: list[str | None] = []
-    for parameter, bound in arguments_of(function, args, kwargs):
-        name, annotation = parameter.name, str(parameter.annotation)
+    signature = inspect.signature(function)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL or argument not in (None, name):
             continue
+        annotation, bound = str(parameter.annotation), signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         like = next((arg for arg in bound.args if isinstance(arg, torch.Tensor)), None)
         like = torch.linspace(-1, 1, 24).view(3, 8) if like is None else like
         values = values_for(annotation, bound.arguments[name], like)

@@ -34,7 +34,7 @@ from typing import Any
 
 import coverage_page
 import torch
-from coverage_libraries import image, import_torchvision
+from coverage_libraries import TooLargeError, image, import_torchvision
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -249,10 +249,6 @@ def inputs_of(model: Any, task: str) -> dict[str, torch.Tensor]:
     labels = {"image classification": classes, "sequence to sequence": others}.get(task, words)
     name = "inputs" if config.model_type == "perceiver" else "input_ids"
     return {name: words, "labels": labels}
-
-
-class TooLargeError(Exception):
-    """A type has more parameters than --most."""
 
 
 def type_row(name: str, options: argparse.Namespace) -> Row:

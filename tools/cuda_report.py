@@ -59,21 +59,13 @@ def problems(row: report_table.Row) -> list[str]:
 
 
 def _demangle(symbols: list[str]) -> list[str]:
+    """Return the names of symbols without parameters and namespaces: ``forward<float, 4>``."""
     text = subprocess.run(
-        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
+        ["c++filt", "-p"], input="\n".join(symbols), capture_output=True, text=True, check=True
     ).stdout
-    return [_short(line) for line in text.splitlines()]
-
-
-def _short(name: str) -> str:
-    """``void fusedops::(anonymous namespace)::f<int>(...)`` becomes ``f<int>``."""
-    name = re.sub(r"\(anonymous namespace\)::|fusedops::|cuda::|^void ", "", name)
-    depth = 0
-    for position, letter in enumerate(name):
-        depth += (letter == "<") - (letter == ">")
-        if letter == "(" and depth == 0 and position:
-            return name[:position]
-    return name
+    return [
+        re.sub(r"\(anonymous namespace\)::|fusedops::|cuda::", "", x) for x in text.splitlines()
+    ]
 
 
 def main() -> int:

@@ -156,15 +156,9 @@ class Contract:
         alternatives = re.findall(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]", f"[{shapes}]")
         if after.strip() not in ("", "dense"):
             raise ValueError(f"contract of {self.op}: cannot read {after.strip()!r} of {name}")
-        return TensorRule(
-            self.places.get(name, -1),
-            name,
-            optional,
-            binds or None,
-            atoms,
-            tuple(self._shape(shape) for shape in alternatives),
-            dense=bool(after.strip()),
-        )
+        place, dense = self.places.get(name, -1), bool(after.strip())
+        sizes = tuple(self._shape(shape) for shape in alternatives)
+        return TensorRule(place, name, optional, binds or None, atoms, sizes, dense)
 
     def _shape(self, text: str) -> tuple[SizeRule, ...]:
         sizes = []
@@ -185,15 +179,8 @@ class Contract:
         if match is None:
             raise ValueError(f"contract of {self.op}: {rule!r} is no range of {name}")
         low, low_sign, high_sign, high = match.groups()
-        return Range(
-            place,
-            name,
-            float(low or "-inf"),
-            float(high or "inf"),
-            low_sign == "<",
-            high_sign == "<",
-            rule,
-        )
+        bounds = float(low or "-inf"), float(high or "inf")
+        return Range(place, name, *bounds, low_sign == "<", high_sign == "<", rule)
 
     def _expression(self, text: str) -> Expression | None:
         """Return an expression, or ``None`` where it names an argument that is not among these."""

@@ -25,25 +25,13 @@ def fast_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(FAST_GELU_SLOPE * x)
 
 
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x).square()
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "identity": _identity,
+    "identity": lambda x: x,
     "relu": torch.relu,
-    "relu2": _relu2,
+    "relu2": lambda x: torch.relu(x).square(),
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "fast_gelu": fast_gelu,
 }
 
@@ -58,14 +46,6 @@ def value(x: torch.Tensor, name: str) -> torch.Tensor:
 def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
     """Return the derivative of ``x * sigmoid(z(x))`` given ``z`` and ``dz = z'(x)``."""
     return torch.sigmoid(z) + x * (dz * torch.sigmoid(z) * torch.sigmoid(-z))
-
-
-def _silu_slope(x: torch.Tensor) -> torch.Tensor:
-    return _gated_slope(x, x, 1.0)
-
-
-def _fast_gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    return _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE)
 
 
 def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
@@ -86,10 +66,10 @@ _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": torch.ones_like,
     "relu": torch.ones_like,
     "relu2": lambda x: 2 * x,
-    "silu": _silu_slope,
+    "silu": lambda x: _gated_slope(x, x, 1.0),
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
-    "fast_gelu": _fast_gelu_slope,
+    "fast_gelu": lambda x: _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE),
 }
 
 

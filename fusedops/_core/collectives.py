@@ -27,23 +27,11 @@ def all_reduce(tensor: torch.Tensor, group: Any, *, label: str) -> torch.Tensor:
     return functional.all_reduce(tensor, "sum", group)
 
 
-def all_gather_single(
-    output: torch.Tensor, input: torch.Tensor, *, group: Any = None, async_op: bool = False
-) -> Any:
-    """Gather the ranks' tensors, all of one shape, as ``torch.distributed.all_gather_into_tensor``.
-
-    Torch 2.13 has it by this name and warns of the old one; 2.11 has the old one only.
-    """
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, input, group=group, async_op=async_op)
-
-
-def reduce_scatter_single(
-    output: torch.Tensor, input: torch.Tensor, *, group: Any = None, async_op: bool = False
-) -> Any:
-    """Sum and scatter the ranks' tensors, as ``torch.distributed.reduce_scatter_tensor``.
-
-    Torch 2.13 has it by this name and warns of the old one; 2.11 has the old one only.
-    """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, input, group=group, async_op=async_op)
+# As ``torch.distributed.all_gather_into_tensor`` and ``reduce_scatter_tensor``. Torch 2.13 has them
+# by these names and warns of the old ones; 2.11 has the old ones only.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)

@@ -153,13 +153,8 @@ class Definition:
     text: str
 
 
-@dataclass(frozen=True)
-class Requirement:
+class Requirement(Definition):
     """An expression that must hold."""
-
-    name: str
-    expression: Expression
-    text: str
 
 
 @dataclass(frozen=True)

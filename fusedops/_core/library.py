@@ -20,14 +20,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import (
-    backends,
-    checks,
-    dtypes,
-    exchange_kernels,
-    extension,
-    sharding,
-)
+from fusedops._core import backends, checks, dtypes, exchange_kernels, extension, sharding
 from fusedops._core._contract_grammar import Contract
 from fusedops._core.contract import Gradients, Program, Rules
 

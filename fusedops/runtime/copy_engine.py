@@ -191,7 +191,7 @@ class HostCopyEngine:
         if self._workers is None:
             for ticket in after or ():
                 ticket.result()
-            return self._copy_now(lambda: _copy_values(target, source))
+            return self._copy_now(lambda: target.detach().copy_(source.detach()))
         assert source.nbytes == target.nbytes and source.is_contiguous() and target.is_contiguous()
         with self._lock:
             number, self._count = self._count, self._count + 1
@@ -226,7 +226,7 @@ class HostCopyEngine:
             assert seconds is not None
             raise _timed_out(seconds) from None
 
-    def _copy_now(self, copy: Callable[[], None]) -> Any:
+    def _copy_now(self, copy: Callable[[], Any]) -> Any:
         copy()
         return _FINISHED
 
@@ -237,11 +237,6 @@ def copy_engine(device: torch.device) -> CopyEngine:
 
 _FINISHED: concurrent.futures.Future[None] = concurrent.futures.Future()
 _FINISHED.set_result(None)
-
-
-def _copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(source)
 
 
 def _timed_out(seconds: float) -> CopyTimeoutError:

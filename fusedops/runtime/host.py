@@ -137,10 +137,10 @@ def other_allocator() -> str | None:
     return next((name for name in _OTHER_ALLOCATORS if f"lib{name}" in maps), None)
 
 
-def maps_large_blocks(size: int = 64 << 20) -> bool | None:
+def maps_large_blocks() -> bool | None:
     """Return whether the C library makes a fresh mapping for each large block.
 
-    It asks for such a block and looks at glibc's own count of mappings; ``None`` when this is
+    It asks for one of 64 MiB and looks at glibc's own count of mappings; ``None`` when this is
     not glibc.
     """
     libc = _glibc()
@@ -152,7 +152,7 @@ def maps_large_blocks(size: int = 64 << 20) -> bool | None:
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    block = libc.malloc(size)
+    block = libc.malloc(64 << 20)
     after = _mapped_blocks(libc)
     libc.free(block)
     return after is not None and after > before
@@ -274,28 +274,18 @@ def _look_at_instruction_set() -> HostFinding:
     flags = cpuinfo().get("flags", "").split()
     if not flags or "AVX512" in used or platform.machine() not in ("x86_64", "AMD64"):
         return HostFinding("instruction set", True, f"torch uses {used}")
-    if "avx512f" in flags and "avx512bw" in flags and "avx512vl" in flags:
-        return HostFinding(
-            "instruction set",
-            False,
-            f"torch uses {used} although the CPU has AVX-512",
-            "element-wise CPU kernels run at about half the rate",
-            "unset ATEN_CPU_CAPABILITY",
-        )
-    if "avx2" in flags and "AVX2" not in used:
-        return HostFinding(
-            "instruction set",
-            False,
-            f"torch uses {used} although the CPU has AVX2",
-            "CPU kernels run 6 to 12 times slower",
-            "unset ATEN_CPU_CAPABILITY",
-        )
-    return HostFinding(
-        "instruction set",
-        False,
-        f"torch uses {used}; the CPU has no AVX-512",
-        "the AVX-512 kernels (about 1.5 to 2 times as fast) cannot run",
-    )
+    state = f"torch uses {used}; the CPU has no AVX-512"
+    cost = "the AVX-512 kernels (about 1.5 to 2 times as fast) cannot run"
+    cure = ""
+    if {"avx512f", "avx512bw", "avx512vl"} <= set(flags):
+        state = f"torch uses {used} although the CPU has AVX-512"
+        cost = "element-wise CPU kernels run at about half the rate"
+        cure = "unset ATEN_CPU_CAPABILITY"
+    elif "avx2" in flags and "AVX2" not in used:
+        state = f"torch uses {used} although the CPU has AVX2"
+        cost = "CPU kernels run 6 to 12 times slower"
+        cure = "unset ATEN_CPU_CAPABILITY"
+    return HostFinding("instruction set", False, state, cost, cure)
 
 
 def _look_at_load() -> HostFinding | None:
@@ -400,13 +390,8 @@ def allowed_cpus() -> set[int]:
 
 
 def _siblings(cpu: int) -> frozenset[int]:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    for name in ("core_cpus_list", "thread_siblings_list"):
-        try:
-            return frozenset(_cpu_list((topology / name).read_text()))
-        except (OSError, ValueError):
-            continue
-    return frozenset((cpu,))
+    topology = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+    return frozenset(_cpu_list(_read(f"{topology}/thread_siblings_list")) or (cpu,))
 
 
 def _cpu_list(text: str) -> set[int]:

@@ -233,16 +233,13 @@ def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
     """
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return None
-    if tensor.layout is not torch.strided or _is_simulated(tensor):
+    # A subclass may compute in place of the CPU: ranks in one process, fake tensors.
+    is_simulated = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if tensor.layout is not torch.strided or is_simulated:
         return None
     if group not in _channels:
         _channels[group] = _connect(group)
     return _channels[group]
-
-
-def _is_simulated(tensor: torch.Tensor) -> bool:
-    """Whether a subclass computes in place of the CPU: ranks in one process, fake tensors."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _connect(group: dist.ProcessGroup) -> Channel | None:

@@ -34,10 +34,6 @@ LONGEST_REPEAT = 1000
 LONG_SAMPLE = 100 * SHORTEST_SAMPLE
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Variant:
     """One of the things to compare."""
@@ -45,7 +41,7 @@ class Variant:
     name: str  # its key in the result
     run: Callable[[Any], Any]  # what is timed; it receives what ``prepare`` returned
     # makes the input of one ``run``, outside of the timed region
-    prepare: Callable[[], Any] = _nothing
+    prepare: Callable[[], Any] = lambda: None
     # entered around each sample, outside of the timed region
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 

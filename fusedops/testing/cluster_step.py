@@ -164,11 +164,7 @@ def _table(title: str, rows: list[tuple[str, ...]]) -> list[str]:
     if not rows:
         return ["", f"{title}: none"]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["", title] + [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return ["", title, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 
 def _mb(nbytes: int) -> str:

@@ -162,9 +162,6 @@ def _reduced(terms: Sequence[torch.Tensor], how: str) -> torch.Tensor:
         "product": torch.mul,
         "min": torch.minimum,
         "max": torch.maximum,
-        "band": torch.bitwise_and,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
     }
     return functools.reduce(operations[how], terms)
 

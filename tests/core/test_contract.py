@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import mutate
 from torch.utils import _pytree as pytree
 
 import fusedops
@@ -176,56 +177,17 @@ def _calls(spec: Any, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
             outputs = floating(spec.op(*sample.args, **sample.kwargs))
             if sample.leaves:
                 torch.autograd.grad(outputs, sample.leaves, incoming(outputs))
-    return recorded.calls
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-
-
-def _changes(value: Any, pick: random.Random) -> Iterator[Callable[[], Any]]:
-    """Yield ways to make another value of an argument."""
-    if isinstance(value, torch.Tensor):
-        yield lambda: None
-        yield lambda: value.detach().to(pick.choice(_DTYPES))
-        yield lambda: value.detach().unsqueeze(0)
-        yield lambda: value.detach().reshape(-1)
-        if value.dim():
-            dim = pick.randrange(value.dim())
-            yield lambda: value.detach().narrow(dim, 0, max(0, value.shape[dim] - 1))
-            yield lambda: torch.cat([value.detach()] * 2, dim)
-            yield lambda: value.detach().movedim(dim, 0).contiguous()
-            yield lambda: value.detach()[0] if len(value) else value.detach().sum(0)
-    elif isinstance(value, bool):
-        yield lambda: not value
-    elif isinstance(value, int):
-        yield from (lambda x=x: x for x in (-1, 0, 1, value + 1, 2**40))
-    elif isinstance(value, float):
-        yield from (lambda x=x: x for x in (-1.0, 0.0, 1.0, 2.0, float("nan"), float("inf")))
-    elif isinstance(value, str):
-        yield lambda: value + "x"
-    elif isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
-        place = pick.randrange(len(value))
-        for change in (*_changes(value[place], pick), lambda: value[place].detach().t()):
-            yield lambda change=change: [*value[:place], change(), *value[place + 1 :]]
-        yield lambda: [*value[:place], *value[place + 1 :]]
-        yield lambda: [*value, value[place]]
-        yield list
-        yield lambda: [each.detach().double() for each in value]
-    elif isinstance(value, (list, tuple)):
-        yield lambda: list(value)[:-1]
-        yield lambda: [*value, *value[:1]]
-        if value and not isinstance(value[0], bool):
-            yield lambda: [each + 1 for each in value]
+    detach = torch.Tensor.detach
+    return [(op, pytree.tree_map_only(torch.Tensor, detach, args)) for op, args in recorded.calls]
 
 
 def _wrong_calls(
     func: Any, args: tuple[Any, ...], pick: random.Random, count: int
 ) -> Iterator[tuple[Any, ...]]:
-    places = [i for i, value in enumerate(args) if any(True for _ in _changes(value, pick))]
     for _ in range(count):
         changed = list(args)
-        for place in pick.sample(places, min(len(places), pick.choice((1, 1, 1, 2)))):
-            changed[place] = pick.choice(list(_changes(args[place], pick)))()
+        for place in pick.sample(range(len(args)), min(len(args), pick.choice((1, 1, 1, 2)))):
+            changed[place] = mutate.argument(pick, func, place, args[place])
         yield tuple(changed)
 
 
@@ -265,32 +227,6 @@ def test_operators_refuse_what_the_contract_refuses(spec: Any) -> None:
 
 
 @native
-def test_the_first_call_of_a_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    check = contract.Program.check
-    monkeypatch.setattr(
-        contract.Program, "check", lambda self, args: [checked.append(self.op), check(self, args)]
-    )
-
-    def checks_of(*args: Any) -> int:
-        before = len(checked)
-        torch.ops.fusedops.layer_norm(*args)
-        return len(checked) - before
-
-    x, weight = torch.randn(2, 5, 23), torch.randn(23)
-    assert [checks_of(x, [23], None, None, 1e-5) for _ in range(3)] == [1, 0, 0]
-    assert checks_of(torch.randn(2, 5, 23), [23], None, None, 1e-6) == 0  # no rule reads eps
-    for other in (x[:1], x.transpose(0, 1), x.double()):
-        assert [checks_of(other, [23], None, None, 1e-5) for _ in range(2)] == [1, 0]
-    assert [checks_of(x, [23], weight, None, 1e-5) for _ in range(2)] == [1, 0]
-    with fusedops.use_backend("torch"):
-        assert checks_of(x, [23], weight, None, 1e-5) == 0
-    for _ in range(2):
-        with pytest.raises(ValueError, match="weight"):
-            checks_of(x, [23], weight[:7], None, 1e-5)
-
-
-@native
 def test_a_learning_rate_makes_no_other_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [torch.nn.Parameter(torch.randn(3, 47)) for _ in range(2)]
     optimizer = fusedops.optim.AdamW(params, lr=0.1)
@@ -312,30 +248,13 @@ def test_fake_kernels_refuse_what_the_contract_refuses(spec: Any) -> None:
         programs = backends._KERNELS[func._opname.removesuffix("_backward")].contracts
         checked = programs[func._opname.endswith("_backward")]
         for wrong in _wrong_calls(func, args, pick, 6):
+            if any(tensor.is_meta for tensor in tensors_in(wrong)):
+                continue  # the device alone may be wrong, and here all tensors have this one
             words = _refusal(checked.check, wrong)
             meta = pytree.tree_map_only(torch.Tensor, lambda each: each.to("meta"), wrong)
             if words is not None and tensors_in(wrong):
                 with torch.no_grad():
                     assert _refusal(func, *meta) is not None, f"{func}: {words}"
-
-
-def test_the_operator_refuses_in_words() -> None:
-    x = torch.randn(3, 8)
-    _, mean, rstd = torch.ops.fusedops.layer_norm(x, [8], None, None, 1e-5)
-    backward = torch.ops.fusedops.layer_norm_backward
-    mask = [True, False, False]
-    for args, words in (
-        (
-            (x[:2], x, None, mean, rstd, [8], 1e-5, mask),
-            r"grad_output must be of shape|input must be",
-        ),
-        ((x, x, None, mean, rstd[:2], [8], 1e-5, mask), r"rstd must be of shape \[3\], got \[2\]"),
-        ((None, x, None, mean, rstd, [8], 1e-5, mask), "grad_output must be a torch.Tensor"),
-        ((x, x, None, mean, rstd, [8], 1e-5, [True]), "output_mask must be 3 flags, got 1"),
-        ((x, x, None, mean, rstd, [8], 1e-5, [False, True, False]), "weight must be given"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"layer_norm_backward: ({words})"):
-            backward(*args)
 
 
 def test_a_requested_backend_is_held_to_the_contract_too() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,26 +136,28 @@ COLUMNS = {
     1: (8192, 8193, 16384, 16392, 32768),
     3: (8200,),
 }
+NORMS = ("layer_norm", "add_rms_norm")
 ROWS = [(rows, columns) for rows, sizes in COLUMNS.items() for columns in sizes]
 
 
-def each_norm() -> Any:
-    """Every norm, size and dtype; of a size with one norm half of the dtypes in the first tier."""
-    chosen = []
-    for place, op in enumerate(("layer_norm", "add_rms_norm")):
-        for size_number, (rows, columns) in enumerate(ROWS):
-            for number, dtype in enumerate(DTYPES):
-                marks = [pytest.mark.slow] * ((place + size_number + number) % 2)
-                name = f"{rows}-{columns}-{op}-{str(dtype)[6:]}"
-                chosen.append(pytest.param(op, rows, columns, dtype, marks=marks, id=name))
-    return pytest.mark.parametrize(("op", "rows", "columns", "dtype"), chosen)
+def norm_marks(op: str, size: tuple[int, int], dtype: torch.dtype) -> list[Any]:
+    """Of a size with one norm, half of the dtypes are in the first tier."""
+    number = NORMS.index(op) + ROWS.index(size) + DTYPES.index(dtype)
+    return [pytest.mark.slow] * (number % 2)
 
 
-@each_norm()
+@pytest.mark.parametrize(
+    ("op", "size", "dtype"),
+    [
+        pytest.param(*call, marks=norm_marks(*call))
+        for call in itertools.product(NORMS, ROWS, DTYPES)
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 def test_norms_of_every_kernel(
-    host: Host, op: str, rows: int, columns: int, dtype: torch.dtype
+    host: Host, op: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    assert_matches_float64(host, all_specs()[op], norm_call(op, rows, columns, dtype), processors=1)
+    assert_matches_float64(host, all_specs()[op], norm_call(op, *size, dtype), processors=1)
 
 
 @pytest.mark.parametrize("processors", [1, 132])

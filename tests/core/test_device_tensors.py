@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
 import torch
 
 import fusedops
-from fusedops._core.device_tensors import device_tensor, to_device
+from fusedops._core.device_tensors import device_tensor
 
 PACKAGE = Path(fusedops.__file__).parent
 SAMPLES = "specs"  # of tests and benchmarks, before anything is measured
@@ -48,24 +47,3 @@ def test_a_device_tensor_is_that_of_torch() -> None:
     assert torch.equal(device_tensor([1.5, 2.0], torch.float64, "cpu"), expected)
     on_meta = device_tensor(3, torch.int64, torch.device("meta"))
     assert on_meta.is_meta and on_meta.shape == () and on_meta.dtype == torch.int64
-
-
-def test_what_goes_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[object] = []
-
-    def pinned(tensor: torch.Tensor) -> torch.Tensor:
-        steps.append("pinned")
-        return tensor
-
-    def moved(tensor: torch.Tensor, device: torch.device, **options: bool) -> torch.Tensor:
-        steps.append((device.type, options))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(torch.Tensor, "to", moved)
-    asynchronous = {"non_blocking": True}
-    to_device(torch.ones(2), torch.device("cuda"))
-    device_tensor([1], torch.int64, "cuda")
-    assert steps == 2 * ["pinned", ("cuda", asynchronous)]
-    to_device(torch.ones(2), torch.device("cpu"))
-    assert steps[4:] == [("cpu", asynchronous)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,17 +80,6 @@ def test_the_committed_history_has_every_record(page: ModuleType) -> None:
     }
     records = set(page.history.current(headlines))
     assert records and records <= set(page.history.read()), "run `make docs` and commit"
-
-
-def test_measurements_of_two_machines_have_two_titles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines of one name differ in the folder of their results."""
-    pages = generator(monkeypatch, "gen_ops", "results")
-    folders = {path.parent.name for path in pages.results.RESULTS.glob("*/layer_norm-*.csv")}
-    assert len(folders) > 1
-    for name in {path.stem.rpartition("-")[0] for path in pages.results.RESULTS.glob("*/*-*.csv")}:
-        tables = map(pages._measured, pages.results.RESULTS.glob(f"*/{name}-*.csv"))
-        titles = [title for table in tables for title in re.findall("^### .*", table, re.M)]
-        assert len(titles) == len(set(titles)), name
 
 
 @pytest.mark.parametrize(

@@ -20,27 +20,17 @@ def run(program: str) -> str:
 
 
 @LINUX_GLIBC
-def test_only_the_call_changes_the_allocator() -> None:
+def test_only_the_call_changes_the_allocator_and_inspection_sees_it() -> None:
     out = run(
         "import fusedops\n"
         "from fusedops.runtime import host\n"
-        "print(host.maps_large_blocks())\n"
-        "report = fusedops.tune_host()\n"
-        "print(host.maps_large_blocks(), report.allocator_tuned)\n"
-    )
-    assert out.split() == ["True", "False", "True"]
-
-
-@LINUX_GLIBC
-def test_inspection_sees_the_tuning() -> None:
-    out = run(
-        "from fusedops.runtime import host\n"
         "def good(): return {each.setting: each.good for each in host.inspect_host()}\n"
-        "before = good()['allocator']\n"
-        "host.tune_host(threads=host.physical_cores())\n"
-        "print(before, good()['allocator'], good()['threads'])\n"
+        "print(host.maps_large_blocks(), good()['allocator'])\n"
+        "report = fusedops.tune_host(threads=host.physical_cores())\n"
+        "print(host.maps_large_blocks(), report.allocator_tuned)\n"
+        "print(good()['allocator'], good()['threads'])\n"
     )
-    assert out.split() == ["False", "True", "True"]
+    assert out.split() == ["True", "False", "False", "True", "True", "True"]
 
 
 @pytest.mark.skipif(host._huge_page_mode() != "madvise", reason="not this kernel's mode")

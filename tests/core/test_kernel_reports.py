@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_report
@@ -69,7 +67,6 @@ NEWER = {"compiler": "compiler 2"}
 # What the table is (besides a row of the kernel j), rows that are written, rows that are compared,
 # what the table is then, and the words of what is wrong; without any nothing is.
 COMPARED: dict[str, tuple[dict[str, object], Rows, Rows, dict[str, object], list[str]]] = {
-    "unchanged": ({}, [row()], [row()], {}, []),
     "lower": ({}, [row()], [row(registers="30")], {}, []),
     "risen": ({}, [row()], [row(registers="40")], {}, ["k sm_90: registers rose from 32 to 40"]),
     "come and gone": (
@@ -83,13 +80,6 @@ COMPARED: dict[str, tuple[dict[str, object], Rows, Rows, dict[str, object], list
     "of another compiler": ({}, [row()], [row(registers="40")], NEWER, []),
     "rules hold for any compiler": ({}, [row()], [row(registers="101")], NEWER, ["too many"]),
     "one name": ({}, [row()], [row(), row()], {}, ["k sm_90: two rows of this name"]),
-    "same sources": (
-        {"digest": "digest"},
-        [row(digest="1a"), row(kernel="j", digest="2b")],
-        [row(digest="1a"), row(kernel="j", digest="2b")],
-        {},
-        [],
-    ),
     "other sources of the same figures": (
         {"digest": "digest"},
         [row(digest="1a"), row(kernel="j", digest="2b")],
@@ -97,17 +87,10 @@ COMPARED: dict[str, tuple[dict[str, object], Rows, Rows, dict[str, object], list
         {},
         ["k sm_90: changed after the row was written"],
     ),
-    "may rise": (
-        {"not_below": ("estimate",)},
-        [row(estimate="61"), row(kernel="j", estimate="")],
-        [row(estimate="70"), row(kernel="j", estimate="")],
-        {},
-        [],
-    ),
     "must not fall": (
         {"not_below": ("estimate",)},
         [row(estimate="61"), row(kernel="j", estimate="")],
-        [row(estimate="60"), row(kernel="j", estimate="")],
+        [row(estimate="60"), row(kernel="j", estimate="7")],
         {},
         ["k sm_90: estimate fell from 61 to 60"],
     ),
@@ -125,10 +108,6 @@ def test_a_table_is_compared_with_what_compiles_now(
     assert report_table.finish(changed(table, **then), compared, check=True) == bool(words)
     said = capsys.readouterr().err
     assert all(each in said for each in words)
-
-
-def test_rows_of_one_name_are_not_written(table: report_table.Table) -> None:
-    assert report_table.finish(table, [row(), row()], check=False) == 1
 
 
 def test_figures_are_kept_by_digest_for_one_compiler(table: report_table.Table) -> None:
@@ -179,7 +158,6 @@ def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
 
     write(marks)
     assert kernel_report.other_versions(strict=True) == 0
-    assert f"{len(marks)} of {len(marks)} kernels are current" in capsys.readouterr().out
     write([*marks[1:], "of an older source"])
     assert kernel_report.other_versions(strict=False) == 0
     assert "make kernel-report-triton TRITON=3.9.0" in capsys.readouterr().out
@@ -187,28 +165,6 @@ def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
     write(marks, stack="8")
     assert kernel_report.other_versions(strict=False) == 1
     assert "8 bytes of stack" in capsys.readouterr().err
-    write(marks, shared=str(100 * 1024))
-    assert kernel_report.other_versions(strict=False) == 1
-
-
-def test_the_table_of_another_triton_keeps_few_columns_and_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("triton")
-    columns = kernel_report.OTHER_VERSION_COLUMNS
-    figures = {"warps": "4", "loads": "4x16"} | dict.fromkeys(columns[4:-1], "0")
-    monkeypatch.setattr(report_table, "REPORTS", tmp_path / "docs" / "reports")
-    monkeypatch.setattr(kernel_report, "ops", lambda: ["moe_sort"])
-    monkeypatch.setattr(kernel_report, "ProcessPoolExecutor", ThreadPoolExecutor)
-    monkeypatch.setattr(kernel_report, "report", lambda op, index, capability: dict(figures))
-    monkeypatch.setattr(sys, "argv", ["kernel_report.py", "--table", "triton-3.9.0"])
-    assert kernel_report.main() == 0
-    rows = report_table.rows(tmp_path / "docs" / "reports" / "triton-3.9.0.csv")
-    assert tuple(rows[0]) == columns
-    assert capsys.readouterr().out.startswith(f"compiled {len(rows)} of {len(rows)} ")
-    assert kernel_report.main() == 0
-    assert capsys.readouterr().out.startswith(f"compiled 0 of {len(rows)} ")
-    assert kernel_report.other_versions(strict=True) == 0
 
 
 def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +177,8 @@ def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatc
         return _attention_launch.block_table(*arguments)[0]["BLOCK_M"]
 
     monkeypatch.setattr(_attention_launch.env, "triton_interpreted", lambda: False)
-    assert [tile(each) for each in ((3, 6), (3, 8), (3, 9), (3, 10), (4, 0))] == [
-        64,
-        64,
-        32,
-        32,
-        32,
-    ]
+    tiles = [tile(each) for each in ((3, 6), (3, 8), (3, 9), (3, 10), (4, 0))]
+    assert tiles == [64, 64, 32, 32, 32]
 
 
 def test_nvcc_compiles_for_the_gpus_that_it_knows() -> None:
@@ -254,15 +205,6 @@ def test_rules_of_triton_kernels() -> None:
     assert "shared memory" in kernel_report.problems(large)[0]
     twice = usual | counts | {"wgmma": "8", "repeated": "2"}
     assert "computed 2 times" in kernel_report.problems(twice)[0]
-
-
-def test_cases_of_one_label_are_named_by_what_differs() -> None:
-    def case(label: str, **constexprs: object) -> dict[str, object]:
-        return {"kernel": "f", "label": label, "signature": {}, "constexprs": constexprs}
-
-    cases = [case("N=8", N=8, DROP=True), case("N=8", N=8, DROP=False), case("N=16", N=16)]
-    names = [kernel_report.case_name(each, cases) for each in cases]
-    assert names == ["N=8, DROP=True", "N=8, DROP=False", "N=16"]
 
 
 TWO_KERNELS = """

@@ -41,15 +41,6 @@ def test_second_backward_without_retain_graph_is_an_error() -> None:
         loss.backward()
 
 
-def test_input_changed_in_place_is_an_error_in_the_backward() -> None:
-    x, weight, bias = _leaves()
-    hidden = x * 1.0
-    loss = fusedops.layer_norm(hidden, (16,), weight, bias).sum()
-    hidden.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_forward_mode_is_refused_not_dropped() -> None:
     x, weight, bias = (leaf.detach() for leaf in _leaves())
     with forward_ad.dual_level():
@@ -83,16 +74,6 @@ def test_every_cuda_kernel_is_that_of_an_op() -> None:
     assert "layer_norm" in names
     for name in names:
         assert hasattr(torch.ops.fusedops, name), f"csrc/cuda registers {name}: no op has the name"
-
-
-@needs_cpu_library
-def test_kernels_have_the_schemas_of_their_ops() -> None:
-    for name in ("layer_norm", "layer_norm_backward", "adamw", "moe_mlp_add_gradients"):
-        private, op = (
-            getattr(getattr(torch.ops, namespace), name).default._schema
-            for namespace in ("fusedops_cpp", "fusedops")
-        )
-        assert str(private) == str(op).replace("fusedops::", "fusedops_cpp::")
 
 
 def test_a_kernel_that_is_registered_after_its_op_gets_the_schema_when_it_is_called() -> None:
@@ -193,20 +174,16 @@ def test_compiled_code_on_disk_is_that_of_these_schemas() -> None:
         torch.compiler.config.cache_key_tag = "mine;"
         import fusedops
         from fusedops._core import library
-        tags = [torch.compiler.config.cache_key_tag]
-        library.tag_compiled_code()
-        tags.append(torch.compiler.config.cache_key_tag)
+        print(torch.compiler.config.cache_key_tag)
         library._SCHEMAS.append("another_op(Tensor input) -> Tensor")
         library.tag_compiled_code()
-        tags.append(torch.compiler.config.cache_key_tag)
-        print(*tags)
+        print(torch.compiler.config.cache_key_tag)
         """
     )
-    at_import, again, changed = printed.split()
-    assert at_import.startswith("mine;fusedops:") and at_import.count("fusedops") == 1
-    assert again == at_import
-    assert changed != at_import and changed.startswith("mine;fusedops:")
-    assert changed.count("fusedops") == 1
+    at_import, changed = printed.split()
+    for tag in (at_import, changed):
+        assert tag.startswith("mine;fusedops:") and tag.count("fusedops") == 1
+    assert changed != at_import
 
 
 def test_resolve_tells_why() -> None:

@@ -74,10 +74,3 @@ def test_a_check_that_selects_nothing_fails(tmp_path: Path) -> None:
     assert "no test was selected" in check_op.Check("nothing", command).run()
     assert check_op.Check("fine", ("-c", "")).run() == ""
     assert check_op.Check("fails", ("-c", "raise SystemExit(3)")).run() == "exit code 3"
-
-
-def test_an_op_with_a_kernel_has_the_checks_of_kernels() -> None:
-    titles = {
-        op: [check.title for check in check_op.checks_of(op)] for op in ("gelu", "hash_route")
-    }
-    assert "launches" in titles["gelu"] and "launches" not in titles["hash_route"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,28 +53,6 @@ def test_the_newest_block_that_is_open_counts(seed: int) -> None:
 
     work(seed, alone=True)
     run_all([lambda each=each: work(each) for each in range(seed, seed + 4)])
-
-
-def test_threads_that_take_turns() -> None:
-    inside = threading.Barrier(2, timeout=60)
-    left = threading.Event()
-    seen = []
-
-    def first() -> None:
-        with fusedops.use_backend("torch"):
-            inside.wait()
-            inside.wait()
-        left.set()
-
-    def second() -> None:
-        inside.wait()
-        with fusedops.use_backend("cpp"):
-            inside.wait()
-            assert left.wait(60)
-            seen.append(runs_on())
-
-    run_all([first, second])
-    assert seen == ["cpp"]
 
 
 def run_all(functions: list[Callable[[], None]]) -> None:

@@ -49,14 +49,10 @@ pytestmark = [
 
 def without_optional_instructions(library: Path, copy: Path) -> int:
     """Write a copy of a library in which each optional instruction is illegal; return how many."""
-    dump = subprocess.run(
-        ["objdump", "-d", "--section=.text", library], capture_output=True, text=True, check=True
-    ).stdout
-    header = subprocess.run(
-        ["objdump", "-h", "--section=.text", library], capture_output=True, text=True, check=True
-    ).stdout
-    section = re.search(r"\.text\s+\w+\s+(\w+)\s+\w+\s+(\w+)", header)
-    assert section is not None, header
+    command = ["objdump", "-h", "-d", "--section=.text", library]
+    dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    section = re.search(r"\.text\s+\w+\s+(\w+)\s+\w+\s+(\w+)", dump)
+    assert section is not None
     address, offset = (int(number, 16) for number in section.groups())
     content = bytearray(library.read_bytes())
     instructions = re.findall(rf"^ *([0-9a-f]+):\t.*\t(?:{OPTIONAL}) ", dump, re.MULTILINE)

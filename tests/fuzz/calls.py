@@ -88,8 +88,6 @@ class Functions:
             return "refused"
         except Exception as error:
             raise WrongResultError(f"{type(error).__name__}: {error}") from error
-        if any(_is_expanded(tensor) for tensor in sample.tensors):
-            return self._compare_with_dense(spec, sample)
         try:
             truth(spec, fresh(sample))
         except Exception:
@@ -97,17 +95,6 @@ class Functions:
         found = difference_of_mixture(spec, sample, loose=True)
         if found is not None:
             raise WrongResultError(found)
-        return "returned"
-
-    def _compare_with_dense(self, spec: Spec, sample: Sample) -> str:
-        """Compare bits: equal values make ties and exact zeros, which no budget knows."""
-        got, want = (
-            [tensor.nan_to_num(7.0) for tensor in (*result.outputs, *result.grads)]
-            for result in (run(spec.op, sample), run(spec.op, fresh(sample.map(_dense))))
-        )
-        for place, (one, other) in enumerate(zip(got, want, strict=True)):
-            if not torch.equal(one, other):
-                raise WrongResultError(f"result {place}: other bits than of dense tensors")
         return "returned"
 
     def describe(self, rng: random.Random) -> str:
@@ -171,15 +158,6 @@ def _objects() -> list[Any]:
     ]
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return plain.requires_grad_(tensor.requires_grad)
-
-
 def _resized(rng: random.Random, sample: Sample) -> Sample:
     """Change a size wherever it occurs, unless integers count on it."""
     whole = [each for each in sample.tensors if not each.is_floating_point()]
@@ -218,8 +196,8 @@ def _resized(rng: random.Random, sample: Sample) -> Sample:
 
 
 def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in another layout, or those of one row for all."""
-    kind = rng.randrange(5)
+    """Return the values in another layout."""
+    kind = rng.randrange(4)
     if kind == 0 and tensor.dim() >= 2:
         return mutate.in_another_order(rng, tensor)
     if kind == 1:
@@ -227,8 +205,6 @@ def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
     if kind == 2 and tensor.dim() >= 1:
         longer = torch.cat((tensor, tensor.new_full((3, *tensor.shape[1:]), -1)))
         return longer[: tensor.shape[0]]
-    if kind == 3 and tensor.is_floating_point() and tensor.numel() and tensor.dim():
-        return tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
     return tensor.clone()
 
 
@@ -251,19 +227,12 @@ class Operators:
         calls = self.calls[rng.choice(self.names)]
         func, args = rng.choice(calls)
         made = _own(func, args)
-        kind = rng.random()
-        if kind < 0.15:
-            mutate.sizes(rng, made)
-        for _ in range(rng.choice((0, 1)) if kind < 0.15 else rng.choice((1, 1, 2, 3))):
+        for _ in range(rng.choice((1, 1, 2, 3))):
             place = rng.randrange(len(made))
             if rng.random() < 0.15:
                 made[place] = _own(func, rng.choice(calls)[1])[place]
-            elif isinstance(made[place], torch.Tensor):
-                made[place] = mutate.tensor(rng, made[place])
-            elif _takes_tensors(func, place):
-                made[place] = mutate.tensors(rng, made[place])
             else:
-                made[place] = mutate.other(rng, made[place])
+                made[place] = mutate.argument(rng, func, place, made[place])
         return func, made
 
     def run(self, rng: random.Random) -> str:
@@ -344,10 +313,6 @@ def _own(func: Any, args: Sequence[Any]) -> list[Any]:
         if argument.alias_info is not None:
             made[place] = pytree.tree_map_only(torch.Tensor, _copy, made[place])
     return made
-
-
-def _takes_tensors(func: Any, place: int) -> bool:
-    return str(func._schema.arguments[place].type) == "List[Tensor]"
 
 
 def _plain(arg: Any) -> Any:

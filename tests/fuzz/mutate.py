@@ -22,6 +22,15 @@ NUMBERS = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 1e300, float("nan"), float("i
 STRINGS = ("", "none", "mean", "gelu", "tanh", "torch", "softmax", "x" * 300, "\0")
 
 
+def argument(rng: random.Random, func: Any, place: int, given: Any) -> Any:
+    """Return something else in place of an operator's argument."""
+    if isinstance(given, torch.Tensor):
+        return tensor(rng, given)
+    if str(func._schema.arguments[place].type) == "List[Tensor]":
+        return tensors(rng, given)
+    return other(rng, given)
+
+
 def tensor(rng: random.Random, given: torch.Tensor) -> Any:
     """Return something else in place of a tensor."""
     return rng.choice(_TENSOR_CHANGES)(rng, given) if is_plain(given) else given
@@ -57,11 +66,6 @@ def described(name: str, args: Any, kwargs: Any = None) -> str:
         return f"<{str(value.dtype)[6:]} {list(value.shape)}{strides}>"
 
     return f"{name}{pytree.tree_map(of, (list(args), kwargs or {}))}"
-
-
-def is_tensors(given: Any) -> bool:
-    """Whether an argument is a list of tensors, or may be an empty one."""
-    return isinstance(given, list) and all(isinstance(each, torch.Tensor) for each in given)
 
 
 def is_plain(given: torch.Tensor) -> bool:
@@ -203,33 +207,3 @@ def _listed(rng: random.Random, given: list[Any]) -> list[Any]:
     place = rng.randrange(len(given))
     given[place] = other(rng, given[place])
     return given
-
-
-def sizes(rng: random.Random, args: list[Any]) -> None:
-    """Change one size wherever it occurs, which often leaves a call that is right."""
-    lists = [arg for arg in args if is_tensors(arg)]
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    found = {size for each in sum(lists, tensors) for size in each.shape}
-    if not found:
-        return
-    size = rng.choice(sorted(found))
-    new = rng.choice((0, 1, 2, size + 1, size - 1, 17, 33, 64, 65))
-    if new < 0:
-        return
-    for place, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            args[place] = _with_size(arg, size, new)
-        elif is_tensors(arg):
-            args[place] = [_with_size(each, size, new) for each in arg]
-        elif isinstance(arg, int) and not isinstance(arg, bool) and arg == size:
-            args[place] = new
-        elif isinstance(arg, list) and size in arg and not isinstance(arg[0], bool):
-            args[place] = [new if each == size else each for each in arg]
-
-
-def _with_size(given: torch.Tensor, size: int, new: int) -> torch.Tensor:
-    """Return a tensor that has ``new`` wherever the given one has ``size``."""
-    if not is_plain(given) or size not in given.shape:
-        return given
-    shape = [new if each == size else each for each in given.shape]
-    return filled(given, shape) if math.prod(shape) < 200_000 else given

@@ -1,4 +1,4 @@
-"""What a step sends that the planner does not predict exactly: seeds, experts, parts of a backward.
+"""What a step sends that the planner does not predict exactly: seeds and experts.
 
 Every other layout is compared with ``parallel/budgets.py`` in ``tests/planner/test_traffic.py``.
 """
@@ -16,7 +16,6 @@ from torch import nn
 from fusedops._core import collectives as op_collectives
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets
-from fusedops.parallel.budgets import Budget
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.expert.metadata import METADATA_BYTES
 from fusedops.testing import Case, threads, token_batch
@@ -114,38 +113,3 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         budget = exchange + words * layers + tokens + sums + loss
         assert not budget.exceeded(log) and log.bytes() == budget.bytes, log.counts()
         assert log.counts() == dict(budget.calls)
-
-
-def second_step(rank: int, subject: Subject, case: Case) -> collectives.Log:
-    """Record a step after one that has told of shapes."""
-    parallel = standard(subject.model(case), None, case)
-    batch = subject.batch(case, case.generator(0))
-    parallel.forward_backward(batch)
-    with collectives.recorded() as log:
-        parallel.forward_backward(batch)
-    return log
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_divided_parameters_of_a_backward_in_two_parts(stage: int) -> None:
-    """Sums as often as of a whole backward; with stage 3 weights come once more for its second."""
-    parts, blocks = 4, 3  # of a process: two layers, and what stands before or behind them
-    given: dict[str, Any] = {"pipeline_schedule": "zero_bubble", "microbatches": parts}
-    mesh, more = {"pp": 2, "dp": 2}, {"zero": stage, "bucket_bytes": 1, **given}
-    found = logs("tiny-llama", 4, mesh, second_step, batch_size=2 * parts, **more)
-    for rank, log in enumerate(found):
-        gathered = blocks
-        if stage == 3:  # ends stay from a forward to its backward
-            gathered = parts * (2 * blocks - 1)
-            gathered += parts * blocks if rank >= 2 else 0
-        counts = log.counts()
-        assert counts["all_gather"] == gathered
-        assert counts["reduce_scatter"] == blocks * (1 if stage == 1 else parts)
-
-
-def test_what_is_too_much_is_told() -> None:
-    found = logs("tiny-gpt2", 2, {"tp": 2})[0]
-    assert Budget({"all_reduce": 9, "all_gather": 1}, 10).exceeded(found) == [
-        "10 calls of all_reduce, of which there may be 9",
-        f"{found.bytes()} bytes sent, of which there may be 10",
-    ]

@@ -33,6 +33,10 @@ def mine(rank: int, *shape: int) -> torch.Tensor:
     return numbers + 100 * rank
 
 
+def room(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
 def everything(rank: int) -> dict[str, Any]:
     """Communicate in all ways over four ranks; returns what this one got."""
     warnings.simplefilter("ignore", FutureWarning)  # names that newer versions of torch replace
@@ -45,47 +49,36 @@ def everything(rank: int) -> dict[str, Any]:
     given = mine(rank, 2)
     dist.reduce(given, 1)
     found["reduce"] = given if rank == 1 else None
-    parts = [torch.zeros(2, 2, dtype=torch.float64) for _ in range(size)]
+    found["all_gather"] = parts = [room(2, 2) for _ in range(size)]
     dist.all_gather(parts, mine(rank, 2, 2))
-    found["all_gather"] = parts
-    whole = torch.zeros(size * 2, 3, dtype=torch.float64)  # gloo takes no stacked output
+    found["all_gather_single"] = whole = room(size * 2, 3)  # gloo takes no stacked output
     all_gather_single(whole, mine(rank, 2, 3))
-    found["all_gather_single"] = whole
-    into = [torch.zeros(2, dtype=torch.float64) for _ in range(size)] if rank == 2 else None
+    found["gather"] = into = [room(2) for _ in range(size)] if rank == 2 else None
     dist.gather(mine(rank, 2), into, 2)
-    found["gather"] = into
-    got = torch.zeros(2, dtype=torch.float64)
+    found["scatter"] = got = room(2)
     dist.scatter(got, [mine(each, 2) for each in range(size)] if rank == 3 else None, 3)
-    found["scatter"] = got
-    got = torch.zeros(2, dtype=torch.float64)
+    found["reduce_scatter"] = got = room(2)
     dist.reduce_scatter(got, [mine(rank + each, 2) for each in range(size)])
-    found["reduce_scatter"] = got
-    got = torch.zeros(2, 3, dtype=torch.float64)
+    found["reduce_scatter_tensor"] = got = room(2, 3)
     dist.reduce_scatter_tensor(got, mine(rank, size * 2, 3))
-    found["reduce_scatter_tensor"] = got
+    found["all_to_all"] = parts = [room(2) for _ in range(size)]
     sent = [mine(rank + index, 2) for index in range(size)]  # of one size: gloo takes no others
-    parts = [torch.zeros(2, dtype=torch.float64) for _ in range(size)]
     dist.all_to_all(parts, sent)
-    found["all_to_all"] = parts
-    uneven = torch.zeros(size * rank, 2, dtype=torch.float64)  # rank 0 gets nothing
+    found["all_to_all_single"] = uneven = room(size * rank, 2)  # rank 0 gets nothing
     rows = mine(rank, sum(range(size)), 2)
     dist.all_to_all_single(uneven, rows, [rank] * size, list(range(size)))
-    found["all_to_all_single"] = uneven
-    given = mine(rank, 2)
+    found["broadcast"] = given = mine(rank, 2)
     dist.broadcast(given, 2)
-    found["broadcast"] = given
-    objects: list[Any] = [None] * size
+    found["objects"] = objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
-    found["objects"] = objects
     dist.barrier()
-    got = torch.zeros(2, dtype=torch.float64)
+    found["send and receive"] = got = room(2)
     ring = [
         dist.P2POp(dist.isend, mine(rank, 2), (rank + 1) % size),
         dist.P2POp(dist.irecv, got, (rank - 1) % size),
     ]
     for work in dist.batch_isend_irecv(ring):
         work.wait()
-    found["send and receive"] = got
     found["functional"] = functional.all_gather_tensor(mine(rank, 2), 0, dist.group.WORLD) + 0
     return found
 
@@ -170,9 +163,7 @@ def drawn(rank: int) -> list[float]:
         dist.barrier()
         if rank == 1:
             torch.rand(5)  # what one rank draws is no other rank's
-            torch.manual_seed(3 + len(numbers))
-        else:
-            torch.manual_seed(3 + len(numbers))
+        torch.manual_seed(3 + len(numbers))
     return numbers
 
 

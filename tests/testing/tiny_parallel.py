@@ -1,13 +1,13 @@
-"""A small decoder, its parallel forms (tensor, sequence, context, data), and bugs to plant in them.
+"""A small language model, its parallel forms (tensor, sequence, data), and bugs to plant in them.
 
 Written by hand on torch.distributed and nothing of fusedops' own stack: what ``verify`` finds here
-it finds in the code of others. Shapes: B sequences, S tokens, H hidden, D of a head.
+it finds in the code of others. Shapes: B sequences, S tokens, H hidden.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops.testing import Case, Parallel
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS, EXPERTS = 32, 16, 4, 2, 2, 4
+VOCAB, HIDDEN, LAYERS = 32, 16, 2
 
 
 class Layout(SimpleNamespace):
@@ -54,98 +54,39 @@ class Norm(nn.Module):
         return F.rms_norm(x, (HIDDEN,), local(self.weight), 1e-5)
 
 
-class Experts(nn.Module):
-    """Each token goes to the expert that its router likes best."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(hidden, EXPERTS)
-        self.weight = nn.Parameter(torch.randn(EXPERTS, hidden, hidden) / 4)
-        self.visit = self.compute
-
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x = x_BSH.flatten(0, 1)
-        probs, ids = self.router(x).softmax(-1).max(-1)
-        return self.visit(x, probs, ids).view_as(x_BSH)
-
-    def compute(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the results of the experts here, numbered from 0 on."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        result = torch.zeros_like(x)
-        for expert, each in enumerate(weight):
-            rows = (ids == expert).nonzero()[:, 0]
-            result = result.index_add(0, rows, F.gelu(x[rows] @ each) * probs[rows, None])
-        return result
-
-
 class Layer(nn.Module):
-    def __init__(self, layout: Layout, dropout: float, experts: bool) -> None:
+    def __init__(self, layout: Layout, dropout: float) -> None:
         super().__init__()
-        width = HIDDEN // HEADS * KV_HEADS
-        self.layout = layout
-        self.attention_norm, self.norm = Norm(), Norm()
-        self.query, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.key, self.value = nn.Linear(HIDDEN, width), nn.Linear(HIDDEN, width)
-        self.experts = Experts(HIDDEN) if experts else None
-        if not experts:
-            self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.dropout = Dropout(dropout, layout)
-
-    def attend(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        head = HIDDEN // HEADS
-        query, key, value = (
-            f(x_BSH).unflatten(-1, (-1, head)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
-        key, value = self.layout.whole_sequence(key), self.layout.whole_sequence(value)
-        key, value = self.layout.heads(key, query), self.layout.heads(value, query)
-        first = self.layout.first_token(query.shape[2])
-        rows = torch.arange(first, first + query.shape[2])
-        mask = torch.arange(key.shape[2]) <= rows[:, None]
-        mixed = F.scaled_dot_product_attention(query, key, value, mask)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        self.norm, self.dropout = Norm(), Dropout(dropout, layout)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x_BSH = x_BSH + self.dropout(self.attend(self.attention_norm(x_BSH)))
-        return x_BSH + self.dropout(self.feed_forward(self.norm(x_BSH)))
-
-    def feed_forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        if self.experts is not None:
-            return self.experts(x_BSH)
-        return self.down(F.gelu(self.up(x_BSH)))
+        return x_BSH + self.dropout(self.down(F.gelu(self.up(self.norm(x_BSH)))))
 
 
-class Decoder(nn.Module):
-    def __init__(self, dropout: float = 0.0, experts: bool = False) -> None:
+class LanguageModel(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.layout = Layout(
             dropout=(1, 0, 1, 0),
-            whole_sequence=lambda x: x,
-            heads=lambda x, query: x.repeat_interleave(query.shape[1] // x.shape[1], 1),
-            first_token=lambda tokens: 0,
             enter=lambda x: x,
             leave=lambda x: x,
             recompute=None,
             total=torch.sum,
-            saved=contextlib.nullcontext,
         )
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.positions = nn.Parameter(torch.randn(64, HIDDEN) / 10)
-        self.layers = nn.ModuleList(Layer(self.layout, dropout, experts) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(self.layout, dropout) for _ in range(LAYERS))
         self.norm = Norm()
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
-        first = self.layout.first_token(tokens.shape[1])
-        x_BSH = self.tokens(tokens) + local(self.positions)[first : first + tokens.shape[1]]
-        x_BSH = self.layout.enter(x_BSH)
-        with self.layout.saved():
-            for layer in self.layers:
-                if self.layout.recompute is None:
-                    x_BSH = layer(x_BSH)
-                else:
-                    x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
+        x_BSH = self.layout.enter(self.tokens(tokens))
+        for layer in self.layers:
+            if self.layout.recompute is None:
+                x_BSH = layer(x_BSH)
+            else:
+                x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
         logits = self.head(self.layout.leave(self.norm(x_BSH))).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
@@ -153,15 +94,11 @@ class Decoder(nn.Module):
 
 
 def plain() -> nn.Module:
-    return Decoder()
+    return LanguageModel()
 
 
 def with_dropout() -> nn.Module:
-    return Decoder(dropout=0.3)
-
-
-def with_experts() -> nn.Module:
-    return Decoder(experts=True)
+    return LanguageModel(dropout=0.3)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -190,39 +127,47 @@ class Group:
 
     def __init__(self, mesh: DeviceMesh, bug: str) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.early, self.half = bug == "read early", bug == "sums in half"
+        self.early = bug == "read early"
 
     def same(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        sent = x.bfloat16() if self.half and x.is_floating_point() else x.clone()
+        sent = x.clone()
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         if self.early:
             sent = sent * 1
         work.wait()
-        return sent.to(x.dtype)
+        return sent
 
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim)
+        return torch.cat(parts, 1)
 
-    def part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def part(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         if x.shape[dim] % self.size:
             raise ValueError(f"{x.shape[dim]} tokens do not divide by {self.size} ranks")
         return x.chunk(self.size, dim)[self.rank].contiguous()
 
-    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return self.part(self.sum(x), dim)
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.sum(x))
+
+    def add_gradient(self, parameter: nn.Parameter) -> None:
+        grad = local(parameter.grad)
+        grad.copy_(self.sum(grad))
+
+
+def distributed(parameter: torch.Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
 
 
 class Column(nn.Module):
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, enter: Any, shard: bool = True) -> None:
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, enter: Any) -> None:
         super().__init__()
-        placement = Shard(0) if shard else Replicate()
-        self.weight, self.bias, self.enter = split(linear, mesh, placement), None, enter
-        self.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [placement]))
+        self.weight = distributed(linear.weight, mesh, Shard(0))
+        self.bias = distributed(linear.bias, mesh, Shard(0))
+        self.enter = enter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.enter(x), local(self.weight), local(self.bias))
@@ -231,9 +176,9 @@ class Column(nn.Module):
 class Row(nn.Module):
     def __init__(self, linear: nn.Linear, mesh: DeviceMesh, leave: Any, early: bool) -> None:
         super().__init__()
-        self.weight, self.leave = split(linear, mesh, Shard(1)), leave
-        self.bias = nn.Parameter(distribute_tensor(linear.bias.data, mesh, [Replicate()]))
-        self.early = early
+        self.weight = distributed(linear.weight, mesh, Shard(1))
+        self.bias = distributed(linear.bias, mesh, Replicate())
+        self.leave, self.early = leave, early
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.early:
@@ -241,54 +186,59 @@ class Row(nn.Module):
         return self.leave(F.linear(x, local(self.weight))) + local(self.bias)
 
 
-def split(linear: nn.Linear, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(linear.weight.data, mesh, [placement]))
-
-
-def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> Parallel:
-    """Apply a mesh of ``dp``, ``cp`` and ``tp`` and the case's options, with one bug or none."""
+def parallelize(model: LanguageModel, mesh: DeviceMesh, case: Case, bug: str = "") -> Parallel:
+    """Apply a mesh of ``dp`` and ``tp`` and the case's options, with one bug or none."""
     axes, options, layout = case.mesh, case.options, model.layout
     if options.get("microbatches", 1) > 1 and case.model == "dropout":
         raise ValueError("dropout is drawn for a whole batch, not for microbatches")
-    sequence = options.get("sp", False) and axes.get("tp", 1) > 1
-    summed: list[tuple[nn.Parameter, Group]] = []  # gradients to add up after the backward
     groups = {name: Group(mesh[name], bug) for name in axes}
-    if axes.get("tp", 1) > 1:
-        if sequence and axes.get("cp", 1) > 1:
-            raise ValueError("sp and cp at once are not written")
-        summed += tensor_parallel(model, mesh["tp"], groups["tp"], sequence, bug)
-    dp, cp, tp = (groups.get(name) for name in ("dp", "cp", "tp"))
-    rows, row = (dp.size, dp.rank) if dp else (1, 0)
-    along = cp or (tp if sequence else None)
-    layout.dropout = (rows, row, *((along.size, along.rank) if along else (1, 0)))
+    dp, tp = groups.get("dp"), groups.get("tp")
+    sequence = tp is not None and options.get("sp", False)
+    summed: list[nn.Parameter] = []  # whose gradients are added up over ``tp``
+    if tp is not None:
+        summed = tensor_parallel(model, mesh["tp"], tp, sequence, bug)
+    if bug != "dropout per rank":
+        rows, row = (dp.size, dp.rank) if dp else (1, 0)
+        layout.dropout = (rows, row, *((tp.size, tp.rank) if sequence else (1, 0)))
     if bug == "running sum":
         layout.total = functools.partial(running_sum, dtype=model.head.weight.dtype)
-    if bug == "dropout per rank":
-        layout.dropout = (1, 0, 1, 0)
-    if cp:
-        backward = cp.part if bug == "keys not reduced" else cp.scatter
-        layout.whole_sequence = communication(
-            functools.partial(cp.gather, dim=2), functools.partial(backward, dim=2)
-        )
-        layout.first_token = lambda tokens: 0 if bug == "positions" else cp.rank * tokens
-    if options.get("ep"):
-        for layer in model.layers:
-            divide(layer.experts, mesh["dp"], bug)
     if options.get("recompute"):
         layout.recompute = {"preserve_rng_state": bug != "stale recompute"}
-    if options.get("offload"):
-        layout.saved = functools.partial(offloaded, reused=bug == "buffer reused")
     if options.get("zero"):
         if set(axes) != {"dp"}:
             raise ValueError("zero is only written for dp alone")
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    return Parallel(
-        model,
-        training_step(model, groups, summed, options, bug),
-        clip=functools.partial(clip, model, groups, bug),
-    )
+
+    def forward_backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = backward_of(model, batch, dp, options, bug)
+        for parameter in summed:
+            tp.add_gradient(parameter)
+        return loss
+
+    return Parallel(model, forward_backward, clip=functools.partial(clip, model, groups, bug))
+
+
+def tensor_parallel(
+    model: LanguageModel, mesh: DeviceMesh, tp: Group, sequence: bool, bug: str
+) -> list[nn.Parameter]:
+    """Divide the layers; return the parameters whose gradients are to be added up."""
+    enter = communication(tp.same, tp.same if bug == "copy" else tp.sum)
+    leave = communication(tp.sum, tp.same)
+    summed = []
+    if sequence:
+        enter, leave = communication(tp.gather, tp.scatter), communication(tp.scatter, tp.gather)
+        model.layout.enter = communication(tp.part, tp.gather)
+        model.layout.leave = communication(tp.gather, tp.part)
+        if bug != "norms":
+            summed += [norm.weight for norm in model.modules() if isinstance(norm, Norm)]
+    for layer in model.layers:
+        layer.up = Column(layer.up, mesh, enter)
+        layer.down = Row(layer.down, mesh, leave, bug == "bias per rank")
+        if sequence:
+            summed.append(layer.down.bias)
+    return summed
 
 
 def running_sum(losses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -299,20 +249,41 @@ def running_sum(losses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-def offloaded(reused: bool) -> Any:
-    """Keep for the backward in memory of another place; with a bug, in one that is used again."""
-    memory: dict[Any, torch.Tensor] = {}
+def backward_of(
+    model: LanguageModel,
+    batch: dict[str, torch.Tensor],
+    dp: Group | None,
+    options: Any,
+    bug: str,
+) -> torch.Tensor:
+    """Leave the gradients of the whole batch's loss, and return that loss."""
+    averaged, micro = options.get("zero", False), options.get("microbatches", 1)
+    sum_over_dp: Callable[[torch.Tensor], torch.Tensor] = dp.sum if dp else torch.clone
+    if dp:
+        batch = {key: dp.part(each, 0) for key, each in batch.items()}
+    count = (batch["labels"] != -100).sum()
+    if bug == "mean of means":
+        count = count.clamp_min(1) * dp.size
+    else:
+        count = sum_over_dp(count).clamp_min(1)
+    if len(batch["tokens"]) % micro:
+        raise ValueError(f"{len(batch['tokens'])} rows do not divide by {micro} microbatches")
+    loss = torch.zeros((), dtype=next(model.parameters()).dtype)
+    for part in range(micro):
+        share = {key: each.chunk(micro)[part] for key, each in batch.items()}
+        if bug == "overwritten" and part:
+            model.zero_grad()
+        total, _ = model(**share)
+        scale = dp.size if averaged and bug != "loss scale" else 1
+        (total * scale / count).backward()
+        loss = loss + total.detach() / count
+    if dp and not averaged and bug != "no sum over dp":
+        for parameter in model.parameters():
+            dp.add_gradient(parameter)
+    return sum_over_dp(loss)
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        place = memory.get((x.shape, x.dtype)) if reused else None
-        place = torch.empty_like(x) if place is None else place
-        memory[x.shape, x.dtype] = place.copy_(x.detach())
-        return place
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-
-
-def clip(model: Decoder, groups: dict[str, Group], bug: str, most: float) -> torch.Tensor:
+def clip(model: LanguageModel, groups: dict[str, Group], bug: str, most: float) -> torch.Tensor:
     """Clip to the norm of all gradients: those that ranks share are added up over them."""
     here = {"": torch.zeros((), dtype=next(model.parameters()).dtype)}
     for parameter in model.parameters():
@@ -327,130 +298,3 @@ def clip(model: Decoder, groups: dict[str, Group], bug: str, most: float) -> tor
     for parameter in model.parameters():
         local(parameter.grad).mul_((most / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def tensor_parallel(
-    model: Decoder, mesh: DeviceMesh, tp: Group, sequence: bool, bug: str
-) -> list[tuple[nn.Parameter, Group]]:
-    gather, scatter = functools.partial(tp.gather, dim=1), functools.partial(tp.scatter, dim=1)
-    part = functools.partial(tp.part, dim=1)
-    enter = communication(tp.same, tp.same if bug == "copy" else tp.sum)
-    leave = communication(tp.sum, tp.same)
-    summed = []
-    shared = tp.size > KV_HEADS  # several ranks read one head
-    if sequence:
-        enter, leave = communication(gather, scatter), communication(scatter, gather)
-        model.layout.enter = communication(part, gather)
-        model.layout.leave = communication(gather, part)
-        if bug != "norms":
-            summed += [(norm.weight, tp) for norm in model.modules() if isinstance(norm, Norm)]
-    for layer in model.layers:
-        layer.query = Column(layer.query, mesh, enter)
-        layer.key = Column(layer.key, mesh, enter, not shared)
-        layer.value = Column(layer.value, mesh, enter, not shared)
-        layer.output = Row(layer.output, mesh, leave, bug == "bias per rank")
-        layer.up = Column(layer.up, mesh, enter)
-        layer.down = Row(layer.down, mesh, leave, bug == "bias per rank")
-        if sequence:
-            summed += [(each.bias, tp) for each in (layer.output, layer.down)]
-        if shared and bug != "shared heads":
-            parts = (layer.key, layer.value)
-            summed += [(p, tp) for part in parts for p in part.parameters()]
-    if shared:
-
-        def heads(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-            return x[:, [tp.rank * KV_HEADS // tp.size]]
-
-        model.layout.heads = heads
-    return summed
-
-
-def training_step(
-    model: Decoder, groups: dict[str, Group], summed: Any, options: Any, bug: str
-) -> Any:
-    averaged = options.get("zero", False)
-    shares = [groups[name] for name in ("dp", "cp") if name in groups]
-    micro = options.get("microbatches", 1)
-
-    def forward_backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        for dim, name in enumerate(("dp", "cp")):
-            if name in groups:
-                batch = {key: groups[name].part(each, dim) for key, each in batch.items()}
-        count = (batch["labels"] != -100).sum()
-        for group in shares:
-            if bug != "mean of means":
-                count = group.sum(count)
-        count = count.clamp_min(1)
-        if bug == "mean of means":
-            for group in shares:
-                count = count * group.size
-        if len(batch["tokens"]) % micro:
-            raise ValueError(f"{len(batch['tokens'])} rows do not divide by {micro} microbatches")
-        whole = torch.zeros((), dtype=next(model.parameters()).dtype)
-        for part in range(micro):
-            share = {key: each.chunk(micro)[part] for key, each in batch.items()}
-            if bug == "overwritten" and part:
-                model.zero_grad()
-            total, _ = model(**share)
-            scale = groups["dp"].size if averaged and bug != "loss scale" else 1
-            (total * scale / count).backward()
-            whole = whole + total.detach() / count
-        for parameter, group in summed:
-            add(parameter, group)
-        for group in shares:
-            whole = group.sum(whole)
-            if not averaged and bug != f"no sum over {'dp' if group is groups.get('dp') else 'cp'}":
-                for parameter in model.parameters():
-                    if bug == "experts as copies" or not divided_over(parameter, group):
-                        add(parameter, group)
-        return whole
-
-    return forward_backward
-
-
-def divided_over(parameter: nn.Parameter, group: Group) -> bool:
-    """Whether the ranks of a group have other parts of a parameter: experts."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.get_group() is group.group
-
-
-def add(parameter: nn.Parameter, group: Group) -> None:
-    grad = local(parameter.grad)
-    grad.copy_(group.sum(grad))
-
-
-def _exchanged(rows: torch.Tensor, send: list[int], got: list[int], group: Any) -> torch.Tensor:
-    arrived = rows.new_empty((sum(got), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows, got, send, group=group)
-    return arrived
-
-
-def divide(layer: Experts, mesh: DeviceMesh, bug: str) -> None:
-    """Give each rank its share of a layer's experts; every rank has other tokens."""
-    group, ranks = mesh.get_group(), mesh.size()
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
-    layer.visit = functools.partial(_visit, layer, group, EXPERTS // ranks, bug)
-
-
-def _visit(
-    layer: Experts,
-    group: Any,
-    per_rank: int,
-    bug: str,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
-) -> torch.Tensor:
-    order = ids.argsort(stable=True)
-    counts = torch.bincount(ids // per_rank, minlength=group.size())
-    send = counts.tolist()
-    got = _exchanged(counts, [1] * len(send), [1] * len(send), group).tolist()
-    there = functools.partial(_exchanged, send=send, got=got, group=group)
-    back = functools.partial(_exchanged, send=got, got=send, group=group)
-    rows = Communicate.apply(torch.cat([x, probs[:, None]], 1)[order], there, back)
-    here = there(ids[order])
-    here = here // group.size() if bug == "experts misnumbered" else here % per_rank
-    results = layer.compute(rows[:, :-1], rows[:, -1], here)
-    returned = Communicate.apply(results, back, there)
-    if bug == "results out of place":
-        return returned
-    return torch.zeros_like(returned).index_copy(0, order, returned)
