@@ -3,11 +3,9 @@
     python tests/clients/hf_model_tests.py --families llama,bert
     python tests/clients/hf_model_tests.py --tests PATH_TO_A_CHECKOUT_OF_TRANSFORMERS
 
-With a checkout, the test files of the families run as they stand, generation included. Without one,
-pip fetches the source archive of the transformers that is installed; that has the tests which all
-models share, and ``hf_model_families.py`` gives them the families. Nothing of either comes into
-this repository. The exit code is 1 if a test that passes stock does not pass patched and
-``KNOWN`` does not say why.
+The test files of the families run as they stand, generation included. Without ``--tests``, git
+fetches the release of transformers that is installed. Nothing of it comes into this repository.
+The exit code is 1 if a test that passes stock does not pass patched and ``KNOWN`` does not say why.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,16 +25,19 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path += [str(HERE), str(HERE.parent / "integrations")]
-
-from hf_model_families import FAMILIES  # noqa: E402
-
 NO_TESTS_COLLECTED = 5  # pytest's exit code
-# What the shared tests import and the source archive lacks.
-ABSENT = {
-    "tests/generation/test_utils.py": "GenerationTesterMixin",
-    "tests/exporters/test_export.py": "ExportTesterMixin",
-}
+# Names of their folders in transformers.
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox"),
+    *("opt", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "gpt2"),
+    *("bert", "electra", "roberta", "xlm_roberta", "camembert", "distilbert", "vit", "clip", "t5"),
+    *("whisper", "granite", "olmo", "olmo2", "olmo3", "smollm3", "cohere", "cohere2", "stablelm"),
+    *("starcoder2", "nemotron", "exaone4", "glm", "glm4", "helium", "ministral", "granitemoe"),
+    *("falcon", "bloom", "persimmon", "qwen3_next", "mpt", "gpt_bigcode", "gptj", "codegen"),
+    *("modernbert", "mpnet", "albert", "roformer", "deberta", "deberta_v2", "bart", "mbart"),
+    *("marian", "pegasus", "m2m_100", "blenderbot", "deit", "beit", "dinov2", "swin", "segformer"),
+    *("siglip", "wav2vec2", "hubert"),
+)
 
 
 class Known(NamedTuple):
@@ -128,32 +128,15 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def fetch(folder: Path) -> Path:
-    """Return the unpacked tests of the installed transformers, with a file per family added."""
+    """Return a checkout of the installed transformers."""
     version = importlib.metadata.version("transformers")
     tree = folder / f"transformers-{version}"
     if not tree.exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary"]
-        command += [":all:", "--no-build-isolation", "--dest", str(folder)]
-        if subprocess.run([*command, f"transformers=={version}"]).returncode:
-            raise SystemExit("pip found no source archive: give a checkout with --tests")
-        with tarfile.open(folder / f"{tree.name}.tar.gz") as archive:
-            tests = [each for each in archive if each.name.startswith(f"{tree.name}/tests/")]
-            archive.extractall(folder, members=tests, filter="data")
-    for path, mixin in ABSENT.items():
-        if not (tree / path).exists():
-            write(tree / path, f"class {mixin}:\n    pass\n")
-    for family in FAMILIES:
-        source = "from hf_model_families import classes_of\n\n"
-        write(tree / test_file(family), f'{source}globals().update(classes_of("{family}"))\n')
-    for each in (tree / "tests").rglob("*.py"):
-        (each.parent / "__init__.py").touch()
-    (tree / "tests" / "models" / "__init__.py").touch()
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version}"]
+        command = [*clone, "https://github.com/huggingface/transformers", str(tree)]
+        if subprocess.run(command).returncode:
+            raise SystemExit("git found no such release: give a checkout with --tests")
     return tree
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def test_file(family: str) -> str:
@@ -175,7 +158,7 @@ def run(
     # By the environment, because some tests start a pytest of their own.
     options = f"-p hf_model_plugin --rootdir {tree} --outcomes {outcomes}"
     options += f" --patched --level {level}" if patched else ""
-    paths = [HERE, HERE.parent / "integrations", ROOT, os.environ.get("PYTHONPATH", "")]
+    paths = [HERE, ROOT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTEST_ADDOPTS": options,
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
@@ -228,7 +211,7 @@ def report(results: dict[str, Comparison], tests: str, level: str) -> dict[str, 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--tests", type=Path, help="checkout of transformers; default: pip's")
+    parser.add_argument("--tests", type=Path, help="checkout of transformers; default: git's")
     parser.add_argument("--families", default=",".join(FAMILIES), help="by comma; default: all")
     parser.add_argument("--select", help="only tests that match, as pytest's -k")
     parser.add_argument("--level", default="O2", help="level at which models are patched")
@@ -264,8 +247,7 @@ def main() -> int:
             print(f"NEW {test}\n    {reason}", flush=True)
         print(table({family: results[family]}).splitlines()[-1], flush=True)
         if chosen.report:
-            own = "shared tests, tests/clients/hf_model_families.py"
-            found = report(results, tree.name if chosen.tests else own, chosen.level)
+            found = report(results, tree.name, chosen.level)
             chosen.report.write_text(json.dumps(found, indent=1) + "\n")
     print(table(results))
     return int(any(result.new for result in results.values()))
