@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,81 +212,7 @@ def test_context_parallelism_sees_the_attention(mesh: Any, monkeypatch: pytest.M
     assert calls["attention"] == 2
 
 
-# Weights of which ZeRO-3 keeps a part, between two forwards none.
-
-HOME = "deepspeed.runtime.zero.parameter_offload"
-
-
-class _Parameters(OrderedDict):
-    """A module's parameters, which gathers one that is read while a module runs."""
-
-    def __init__(self, parameters: dict[str, Any], engine: Engine) -> None:
-        super().__init__(parameters)
-        self.engine = engine
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if self.engine.running and parameter is not None and not parameter.numel():
-            self.engine.borrowed[self.engine.running[-1]].add(parameter)
-            self.engine.gather(parameter)
-        return parameter
-
-
-_Parameters.__module__ = HOME
-
-
-class Engine:
-    """Keeps a model's weights away while they are not needed, as DeepSpeed's engine does.
-
-    Parameters are empty between two forwards, hooks on every module gather its own, and reading
-    the parameter of another module gathers it and leaves it to the hooks of the module that runs.
-
-    Attributes:
-        running: the modules that run, innermost last.
-        borrowed: the parameters of others that a module has read.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.running: list[nn.Module] = []
-        self.borrowed: dict[nn.Module, set[Any]] = defaultdict(set)
-        self.weights = {parameter: parameter.data for parameter in model.parameters()}
-        for weight in self.weights:
-            weight.ds_shape = weight.shape
-        self.release(*self.weights)
-
-    def gather(self, *parameters: Any) -> None:
-        for parameter in parameters:
-            parameter.data = self.weights[parameter]
-
-    def release(self, *parameters: Any) -> None:
-        for parameter in parameters:
-            parameter.data = parameter.data.new_empty(0)
-
-    def _needed(self, module: nn.Module) -> list[Any]:
-        own = dict.values(module._parameters)
-        return [*(each for each in own if each is not None), *self.borrowed[module]]
-
-    def hook(self) -> None:
-        """Put the hooks on every module."""
-
-        def enter(module: nn.Module, args: Any) -> None:
-            self.running.append(module)
-            self.gather(*self._needed(module))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.running.pop()
-            self.release(*self._needed(module))
-            for each in output if isinstance(output, tuple) else (output,):
-                if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(lambda grad: self.gather(*self._needed(module)))
-
-        for hook in (enter, leave):
-            hook.__module__ = HOME
-        for module in self.model.modules():
-            module._parameters = _Parameters(module._parameters, self)
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
+# Weights of which DeepSpeed's ZeRO-3 keeps a part; ``tests/clients/test_trainer.py`` trains so.
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -294,41 +220,36 @@ def test_patch_and_describe_know_the_shapes_of_partitioned_weights(name: str) ->
     whole = CORE[name].model()
     model = copy.deepcopy(whole)
     expected = str(fusedops.patch(whole))
-    Engine(model)
+    for weight in model.parameters():  # as they are between two forwards
+        weight.ds_shape, weight.data = weight.shape, weight.data.new_empty(0)
     assert str(fusedops.patch(model)) == expected
     assert str(describe(model)).splitlines()[1:] == str(describe(whole)).splitlines()[1:]
     fusedops.unpatch(model)
     assert describe(model).num_replaced == 0
 
 
-@pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "partitioned first"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "OPT", "Mixtral", "GPT2", "BertForMaskedLM"])
-@own_products
-def test_training_where_hooks_gather(name: str, patched_first: bool) -> None:
-    family = CORE[name]
-    stock = family.model()
-    model = copy.deepcopy(stock)
-    family.loss(stock).backward()
-    if patched_first:
-        fusedops.patch(model)
-    engine = Engine(model)
-    engine.hook()
-    if not patched_first:
-        fusedops.patch(model)
-    for _ in range(2):  # the second time the hooks gather what others read
-        model.zero_grad()
-        with counted() as calls:
-            family.loss(model).backward()
-        engine.release(*engine.weights)
-    ops = {"layer_norm": 5} if name == "GPT2" else family.ops
-    assert {op: calls[op] for op in ops} == ops
-    assert_same_grads(model, stock)
+class _Gathered(OrderedDict):
+    """Parameters of a module, each of which is gathered where it is read."""
+
+    __module__ = "deepspeed.runtime.zero.parameter_offload"
 
 
-def test_another_hook_beside_those_that_gather_is_called() -> None:
+def _gather(module: nn.Module, args: Any) -> None:
+    """Stand for a hook that gathers the parameters of a module."""
+
+
+_gather.__module__ = _Gathered.__module__
+
+
+def test_hooks_that_gather_may_be_bypassed_and_no_others() -> None:
     model = DENSE["Llama"].model()
     fusedops.patch(model)
-    Engine(model).hook()
+    for module in model.modules():
+        module._parameters = _Gathered(module._parameters)
+        module.register_forward_pre_hook(_gather)
+    with counted() as calls:
+        loss(model)
+    assert calls["linear_glu"] == 2
     seen: list[nn.Module] = []
     mlp = model.model.layers[0].mlp
     mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(module))
