@@ -149,7 +149,6 @@ def run(
     *,
     patched: bool,
     outcomes: Path,
-    select: str | None,
     limit: float,
     level: str = "O2",
 ) -> dict[str, dict[str, Any]]:
@@ -167,7 +166,7 @@ def run(
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [test_file(family), "-m", "not slow"] + (["-k", select] if select else [])
+    command += [test_file(family), "-m", "not slow"]
     log = outcomes.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -180,7 +179,7 @@ def run(
             process.wait()
             print(f"{family}: stopped after {limit:g} s, see {log}", file=sys.stderr)
     found = read_outcomes(outcomes)
-    # A family whose file has only slow tests, or none that --select takes, is no mistake.
+    # A family whose file has only slow tests is no mistake.
     if not found and process.returncode != NO_TESTS_COLLECTED:
         tail = "\n".join(log.read_text().splitlines()[-20:])
         raise SystemExit(f"{family}: no test ran\n{tail}")
@@ -213,7 +212,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--tests", type=Path, help="checkout of transformers; default: git's")
     parser.add_argument("--families", default=",".join(FAMILIES), help="by comma; default: all")
-    parser.add_argument("--select", help="only tests that match, as pytest's -k")
     parser.add_argument("--level", default="O2", help="level at which models are patched")
     parser.add_argument("--limit", type=float, default=3600, help="seconds per family and run")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "hf_model_tests")
@@ -239,8 +237,7 @@ def main() -> int:
         runs = []
         for name in ("stock", "patched"):
             outcomes = chosen.work.resolve() / f"{family}.{name}.jsonl"
-            options = {"select": chosen.select, "limit": chosen.limit, "outcomes": outcomes}
-            options["level"] = chosen.level
+            options = {"limit": chosen.limit, "outcomes": outcomes, "level": chosen.level}
             runs.append(run(tree, family, patched=name == "patched", **options))
         results[family] = compare(*runs)
         for test, reason in results[family].new.items():

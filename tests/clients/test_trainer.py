@@ -24,7 +24,7 @@ from harness import (
     weights,
     whole,
 )
-from patch_testing import ARGUMENTS
+from patch_testing import ARGUMENTS, losses_of
 from torch import nn
 
 from fusedops.integrations import deepspeed as deepspeed_socket
@@ -58,9 +58,7 @@ def train(model: nn.Module, split: str = "", batch: int = BATCH, **options: Any)
         # What a CPU does not have, both turn off without a word.
         assert trainer.is_fsdp_enabled == ("fsdp" in options)
         assert trainer.is_deepspeed_enabled == ("deepspeed" in options)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return Trained(losses, _weights(trainer))
+        return Trained(losses_of(trainer), _weights(trainer))
 
 
 def shard_on_cpu() -> None:

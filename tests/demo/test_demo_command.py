@@ -16,7 +16,6 @@ import torch
 import train_gpt2
 from gpt2_demo import report, training
 from gpt2_demo.corpus import Corpus, Source
-from gpt2_demo.options import DEFAULTS
 from gpt2_demo.training import STOCK, Contender, Settings
 
 # The limit is none: on a busy machine the default one cuts steps.
@@ -86,12 +85,6 @@ def test_a_mistake_is_said_before_training(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken" / "demo.png").mkdir(parents=True)
     assert said in exit_of_main(arguments.split(), capsys)
-
-
-def test_options_are_completed_for_the_device() -> None:
-    options = train_gpt2.parse_options(["--device", "cpu", "--layers", "3"])
-    defaults = DEFAULTS["cpu"]
-    assert (options.layers, options.hidden, options.steps) == (3, defaults.hidden, defaults.steps)
 
 
 def test_files_hold_what_was_measured(

@@ -12,15 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import BERT, CORE, DENSE, GPT2, IDS, loss
-from patch_testing import assert_close, assert_same_grads, counted
+from patch_testing import assert_close, counted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import _ContextParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 import fusedops
 from fusedops.integrations import describe
@@ -105,17 +102,6 @@ def test_gradients_under_fully_shard(mesh: Any, case: str) -> None:
         assert_close(copy.copy(actual).full_tensor(), parameter.grad)
 
 
-@pytest.mark.usefixtures("mesh", "own_products")
-def test_gradients_under_distributed_data_parallel() -> None:
-    patched, stock = GPT2.pair()
-    loss(stock).backward()
-    wrapped = DistributedDataParallel(patched)
-    with counted() as calls:
-        loss(wrapped).backward()
-    assert calls["mlp_backward"] == 2 and calls["cross_entropy_backward"] == 1
-    assert_same_grads(patched, stock)
-
-
 def test_unpatch_under_fully_shard_is_refused(mesh: Any) -> None:
     model, _ = GPT2.pair()
     fully_shard(model.transformer.h[0].mlp, mesh=mesh)
@@ -184,34 +170,6 @@ def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
     assert not fusedops.patch(model)["model.layers.0.mlp"].replaced
 
 
-def test_context_parallelism_sees_the_attention(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exchanges, which have no kernel on a CPU, are left out: that they are called counts."""
-    seen = []
-
-    def enter(module: None, args: tuple, kwargs: dict, mesh: object) -> tuple[tuple, dict]:
-        seen.append(mesh)
-        return args, kwargs
-
-    monkeypatch.setattr(_ContextParallel, "sdpa_input_fn", staticmethod(enter))
-    monkeypatch.setattr(
-        _ContextParallel,
-        "sdpa_output_fn",
-        staticmethod(lambda *args: args[2]),
-    )
-    model = DENSE["Llama"].model(attn_implementation="sdpa")
-    fusedops.patch(model)
-    expected = model(IDS).logits
-    with counted() as calls, context_parallel(mesh, buffers=[IDS.clone()], buffer_seq_dims=[1]):
-        logits = model(IDS).logits
-        entry = describe(model)["model.layers.0.self_attn"]
-    assert seen == [mesh, mesh] and "attention" not in calls
-    assert "F.scaled_dot_product_attention was replaced by torch.distributed" in entry.reason
-    assert_close(logits, expected)
-    with counted() as calls:
-        model(IDS)
-    assert calls["attention"] == 2
-
-
 # Weights of which DeepSpeed's ZeRO-3 keeps a part; ``tests/clients/test_trainer.py`` trains so.
 
 
@@ -260,7 +218,7 @@ def test_hooks_that_gather_may_be_bypassed_and_no_others() -> None:
     assert entry.reason == "steps aside now: act_fn has hooks"
 
 
-# transformers' own expert and tensor parallelism.
+# transformers' own expert parallelism. Tensor parallelism: ``tests/clients/test_torch.py``.
 
 PROCESSES = 2
 
@@ -298,23 +256,3 @@ def test_gradients_of_divided_experts_are_those_of_one_process(
 ) -> None:
     CORE["Qwen3Moe"].model().save_pretrained(tmp_path)
     on_new_world(_experts, str(tmp_path))
-
-
-def _planned(rank: int, folder: str) -> None:
-    load = LlamaForCausalLM.from_pretrained
-    model, whole = load(folder, tp_plan="auto"), load(folder)
-    divided, weight = (each.model.layers[0].mlp.up_proj.weight for each in (model, whole))
-    assert divided.to_local().numel() == weight.numel() // PROCESSES
-    fusedops.patch(model)
-    with counted() as calls:
-        found = _gradients(model)
-    assert all(calls[op] for op in ("rms_norm", "attention", "swiglu"))
-    for name, expected in _gradients(whole).items():
-        assert_close(found[name], expected)
-
-
-def test_a_patched_model_under_transformers_plan_gives_the_gradients_of_one_process(
-    tmp_path: Path, on_new_world: Callable[..., Any]
-) -> None:
-    DENSE["Llama"].model(vocab_size=98).save_pretrained(tmp_path)
-    on_new_world(_planned, str(tmp_path))
