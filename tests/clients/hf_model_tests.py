@@ -88,9 +88,7 @@ class Comparison:
     ops: Counter[str] = field(default_factory=Counter)
 
 
-def compare(
-    stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]], known: list[Known] = KNOWN
-) -> Comparison:
+def compare(stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]]) -> Comparison:
     """Compare outcomes by test id; a test that did not run patched has failed."""
     result = Comparison()
     for outcome in patched.values():
@@ -105,7 +103,7 @@ def compare(
             result.with_fused_ops += bool(other["ops"])
             continue
         failure = f"{other['outcome']}: {other.get('reason', '')}"
-        reasons = [each.reason for each in known if each.covers(test, failure)]
+        reasons = [each.reason for each in KNOWN if each.covers(test, failure)]
         if reasons:
             result.known[test] = reasons[0]
         else:
