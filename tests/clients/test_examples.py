@@ -49,13 +49,6 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(LOSS, output, re.MULTILINE)]
 
 
-def test_there_are_ten_examples_of_about_thirty_lines() -> None:
-    assert len(TRAINERS) == 10
-    for name in TRAINERS:
-        lines = (EXAMPLES / "trainers" / f"{name}.py").read_text().splitlines()
-        assert len([line for line in lines if line]) <= 45, name
-
-
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_example_trains_as_the_stock_model(name: str, tmp_path: Path) -> None:
     script = EXAMPLES / "trainers" / f"{name}.py"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from families import DENSE
+from families import CORE
 from harness import (
     BATCH,
     LEARNING_RATE,
@@ -23,7 +24,7 @@ from harness import (
     weights,
     whole,
 )
-from patch_testing import ARGUMENTS
+from patch_testing import ARGUMENTS, losses_of
 from torch import nn
 
 from fusedops.integrations import deepspeed as deepspeed_socket
@@ -57,9 +58,7 @@ def train(model: nn.Module, split: str = "", batch: int = BATCH, **options: Any)
         # What a CPU does not have, both turn off without a word.
         assert trainer.is_fsdp_enabled == ("fsdp" in options)
         assert trainer.is_deepspeed_enabled == ("deepspeed" in options)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return Trained(losses, _weights(trainer))
+        return Trained(losses_of(trainer), _weights(trainer))
 
 
 def shard_on_cpu() -> None:
@@ -251,6 +250,28 @@ def test_engine(stage: int, table: Table) -> None:
     table.compare(trial, "deepspeed", f"ZeRO {stage}", processes=2)
 
 
+# Linear layers of GPT-2, whose products are then torch's; layers that read the weights of their
+# feed-forward layer; experts.
+GATHERED: dict[str, dict[str, int]] = {
+    "GPT2": {"attention": 2, "layer_norm": 5},
+    "OPT": {"attention": 2, "mlp": 2, "add_layer_norm": 2},
+    "Mixtral": {"attention": 2, "moe_mlp": 2},
+}
+
+
+def small(name: str) -> nn.Module:
+    return CORE[name].model()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["initialize", "engine"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_that_are_read_are_gathered(name: str, way: str) -> None:
+    options = {"stage": 3, "way": way}
+    trial = Trial(by_engine, options, build=small, config={"name": name}, by_socket=True)
+    replace(trial, ops=GATHERED[name], exactly=None).compare(processes=2)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("way", "stage"), [(way, stage) for way, stages in WAYS.items() for stage in stages]
@@ -266,7 +287,7 @@ def test_what_is_no_model_and_no_engine_is_refused() -> None:
         deepspeed_socket.initialize(model={}, config={})
     for function in (deepspeed_socket.patch, deepspeed_socket.unpatch):
         with pytest.raises(TypeError, match="DeepSpeedEngine"):
-            function(DENSE["Llama"].model())
+            function(CORE["Llama"].model())
 
 
 @pytest.mark.distributed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import BATCH, LEARNING_RATE, OPS, STEPS, Table, Trained, Trial, rows, weights
-from patch_testing import ARGUMENTS
+from patch_testing import ARGUMENTS, losses_of
 from torch import nn
 
 from fusedops.integrations.trainer import use_fused_kernels
@@ -72,9 +72,7 @@ def _train(kind: Any, arguments: Any, data: Dataset, fused: bool = False, **mode
     trainer = kind(args=arguments, train_dataset=data, processing_class=tokenizer(), **models)
     if fused:
         use_fused_kernels(trainer)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(losses, weights(models["model"]))
+    return Trained(losses_of(trainer), weights(models["model"]))
 
 
 # Both compute their losses from the logits or from the head themselves.

@@ -16,7 +16,6 @@ import torch
 import train_gpt2
 from gpt2_demo import report, training
 from gpt2_demo.corpus import Corpus, Source
-from gpt2_demo.options import DEFAULTS
 from gpt2_demo.training import STOCK, Contender, Settings
 
 # The limit is none: on a busy machine the default one cuts steps.
@@ -88,12 +87,6 @@ def test_a_mistake_is_said_before_training(
     assert said in exit_of_main(arguments.split(), capsys)
 
 
-def test_options_are_completed_for_the_device() -> None:
-    options = train_gpt2.parse_options(["--device", "cpu", "--layers", "3"])
-    defaults = DEFAULTS["cpu"]
-    assert (options.layers, options.hidden, options.steps) == (3, defaults.hidden, defaults.steps)
-
-
 def test_files_hold_what_was_measured(
     results: report.Results,
     tmp_path: Path,
@@ -155,28 +148,11 @@ def test_losses_that_differ_within_the_compared_steps_fail_the_demo(
     assert report.losses_agree(replace(results, tuned=[replace(first, losses=longer)]))
 
 
-# A file-size limit of the process is the disk that no test can fill; its signal is ignored.
-LIMITED = (
-    "import resource, runpy, signal, sys;"
-    "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-    "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]);"
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [(), ("-c", LIMITED)], ids=["enough space", "full disk"])
-def test_whole_run(program: tuple[str, ...], source: Source, tmp_path: Path) -> None:
-    command = [sys.executable, *program, train_gpt2.__file__, *SMALL.split(), "--json"]
+def test_whole_run(source: Source, tmp_path: Path) -> None:
+    command = [sys.executable, train_gpt2.__file__, *SMALL.split(), "--json"]
     command += ["--corpus", str(source.directory), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert "Traceback" not in done.stderr
-    if program:
-        assert done.returncode == 2, done.stderr
-        assert "cannot write" in done.stderr.strip().splitlines()[-1]
-        assert list((tmp_path / "out" / "cache").iterdir()) == []
-        return
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert len(record["rows"]) == 8

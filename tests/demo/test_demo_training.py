@@ -49,11 +49,6 @@ def test_only_rounding_and_changes_tell_contenders_apart(
 
 
 def test_contenders_take_turns_and_each_is_first_in_its_turn() -> None:
-    for steps in (1, 4, 6, 13):
-        plan = training.turns(steps, ["a", "b", "c"])
-        for name in "abc":
-            trained = [step for each, block in plan if each == name for step in block]
-            assert trained == list(range(steps))
     plan = training.turns(4 * training.BLOCK, ["a", "b"])
     assert [name for name, _ in plan] == ["a", "b", "b", "a", "a", "b", "b", "a"]
 

@@ -21,11 +21,9 @@ CAUSAL = True
 SQUARED = False
 APPROXIMATE = "none"
 SMOOTHING = 0.0
-SCALE = 1.0
 TABLE = torch.ones(WIDTH)
 STEP = CALLS = 0
 ACTIVATION = nn.GELU()
-functional = F  # under another name
 
 
 def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -130,11 +128,6 @@ class FunctionalFeedForward(FeedForward):
         return F.gelu(self.up(x))
 
 
-class OtherNameFeedForward(FeedForward):
-    def activated(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.silu(self.up(x))
-
-
 class GlobalFeedForward(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if SQUARED:
@@ -159,11 +152,6 @@ class SmoothedLoss(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         labels = torch.arange(x.size(0))
         return F.cross_entropy(self.up(x[:, 0]), labels, label_smoothing=SMOOTHING)
-
-
-class ScaledLoss(FeedForward):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SCALE * nn.CrossEntropyLoss()(self.up(x[:, 0]), torch.arange(x.size(0)))
 
 
 class Attention(nn.Module):
@@ -192,7 +180,7 @@ class DerivedAttention(Attention):
 
 class TableAttention(Attention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return len(__file__) * super().forward(x * TABLE)
+        return super().forward(x * TABLE)
 
 
 class DefaultAttention(Attention):
@@ -250,13 +238,6 @@ class ProcessorAttention(nn.Module):
         return self.processor(self, hidden, **options)
 
 
-class MaskedAttention(Attention):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads(x)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return y.transpose(1, 2).flatten(2)
-
-
 class WrittenAttention(Attention):
     """An attention that writes its products out."""
 
@@ -267,43 +248,7 @@ class WrittenAttention(Attention):
         return torch.matmul(torch.softmax(self.scores(q, k), -1), v)
 
 
-class TwoValues(WrittenAttention):
-    """Weights after dropout are used twice: both products see the same ones."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        weights = F.dropout(torch.softmax(self.scores(q, k), -1), 0.5, self.training)
-        return torch.cat([torch.matmul(weights, v), torch.matmul(weights, v)], -1)
-
-
-class AsksForTensors(WrittenAttention):
-    """Scores are capped if they are a tensor."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = self.scores(q, k)
-        if isinstance(scores, torch.Tensor) and torch.is_tensor(scores):
-            scores = torch.tanh(scores)
-        return torch.matmul(torch.softmax(scores, -1), v)
-
-
-class FilledRows(WrittenAttention):
-    """The first row of the scores has no key: torch gives the average of the values."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
-        hidden[0] = True
-        scores = self.scores(q, k).masked_fill(hidden, -1e9)
-        return torch.matmul(torch.softmax(scores, -1), v)
-
-
 class CallingDropout(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-
-
-class AsksForOutputs(Attention):
-    """What torch's function returns is asked for its type."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        y = F.scaled_dot_product_attention(q, k, v)
-        return torch.tanh(y) if type(y) is torch.Tensor else y

@@ -139,6 +139,10 @@ NORMS: dict[str, tuple[type[nn.Module], str]] = {
 }
 
 
+def feed_forward(activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 48), activation, nn.Linear(48, 8))
+
+
 class NanoGPTMLP(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -88,11 +88,6 @@ def test_the_namespace_depends_on_the_sources(
     assert before == before.lower() and hub_package.unique_namespace() != before
 
 
-def test_a_source_that_cannot_be_relocated_is_an_error() -> None:
-    with pytest.raises(ValueError, match="does not know how to relocate: import fusedops"):
-        hub_package.relocated("import fusedops\n", depth=1, namespace="other")
-
-
 def test_another_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="is not empty and is no package of the hub"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -61,16 +62,6 @@ def test_training_at_the_highest_level_matches_stock(name: str, autocast: bool) 
     assert_same_training(patched, stock, ALL[name].loss, autocast=autocast, draws=4 * autocast)
 
 
-@with_table
-def test_norms_alone_match_stock(family: Family) -> None:
-    stock = family.model()
-    patched = copy.deepcopy(stock)
-    report = fusedops.patch(patched, level="O1")
-    assert report.num_replaced >= 5
-    assert "cross_entropy" not in report.counts
-    assert_same_training(patched, stock, family.loss)
-
-
 @all_families
 @pytest.mark.usefixtures("own_products")
 def test_every_op_runs_and_the_report_names_it(family: Family) -> None:
@@ -89,8 +80,9 @@ def test_every_op_runs_and_the_report_names_it(family: Family) -> None:
 
 
 @all_families
-def test_state_dict_pickle_and_unpatch(family: Family) -> None:
+def test_signature_state_dict_pickle_and_unpatch(family: Family) -> None:
     patched, stock = family.pair()
+    assert signature(patched.forward) == signature(stock.forward)  # which trainers read
     before, values = stock.state_dict(), patched.state_dict()
     assert list(values) == list(before)
     assert all(torch.equal(values[name], before[name]) for name in before)

@@ -9,32 +9,26 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BART_LIKE, BERT, DENSE, IDS, SPARSE, loss, transformers
+from families import BART_LIKE, BERT, DENSE, IDS, loss, transformers
 from patch_testing import (
     assert_close,
     assert_same_training,
     counted,
     gradients,
-    losses_of,
-    make_trainer,
     patched_pair,
 )
 from torch import nn
+from transformers.loss import loss_utils
 
 import fusedops
 from fusedops._core import dtypes
 from fusedops.integrations import describe
 from fusedops.integrations.hf.rules import losses
-
-pytest.importorskip("accelerate")
-
-from transformers.loss import loss_utils
 
 CLASSES = 53
 CAUSAL = (losses.causal_lm_loss, loss_utils.ForCausalLMLoss)
@@ -203,35 +197,6 @@ def test_a_head_with_a_loss_of_its_own_returns_what_theirs_does() -> None:
     assert isinstance(patched(IDS, labels=IDS), tuple)
 
 
-def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
-    """Return the losses of Trainer, whose batches differ in how many labels count."""
-    rows = []
-    for start in range(32):
-        ids = (torch.arange(12) * 3 + start * 11) % 97
-        rows.append({"input_ids": ids, "labels": ids.where(torch.arange(12) >= start % 9, -100)})
-    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(model, folder, rows, max_steps=6, **batches, **options)
-    return [*losses_of(trainer), trainer.evaluate()["eval_loss"]]
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("family", [LLAMA, BERT, SPARSE["Mixtral"]], ids=lambda family: family.name)
-def test_trainer_with_accumulation_and_its_own_smoothing(
-    family: Any, smoothing: float, tmp_path: Path
-) -> None:
-    options = {"output_router_logits": True} if family.name == "Mixtral" else {}
-    patched, stock = family.pair(**options)
-    expected = trained(stock, tmp_path / "stock", label_smoothing_factor=smoothing)
-    with counted() as calls:
-        found = trained(patched, tmp_path / "patched", label_smoothing_factor=smoothing)
-    assert len(found) == 7
-    for actual, wanted in zip(found, expected, strict=True):
-        assert abs(actual - wanted) <= 1e-4 * wanted
-    # The Trainer smooths the labels itself, from the logits, and takes the labels away for it.
-    assert calls["cross_entropy_backward"] == (12 if smoothing == 0.0 else 0)
-    assert calls["moe_mlp_backward"] == 12 * family.ops.get("moe_mlp", 0)
-
-
 # Models that compute a cross-entropy in their own forward.
 
 VOCABULARY = 96
@@ -327,19 +292,6 @@ def test_a_home_made_loss_is_the_same(cls: type[Written], calls: int) -> None:
     fusedops.unpatch(patched)
     for name, gradient in gradients(patched, written_loss).items():
         assert torch.equal(gradient, before[name]), name
-
-
-def test_compiled_code_is_the_same_in_one_graph() -> None:
-    torch.manual_seed(0)
-    patched, stock = patched_pair(SmoothedLoss())
-    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
-    with counted() as counts:
-        actual = gradients(patched, lambda model: written_loss(compiled))
-    assert counts["cross_entropy"] == 1
-    eager = gradients(patched, written_loss)
-    for name, gradient in actual.items():
-        torch.testing.assert_close(gradient, eager[name])
-    torch.compiler.reset()
 
 
 def test_the_written_loss_a_few_classes_stays() -> None:

@@ -62,13 +62,3 @@ def test_benchmark_writes_its_figures(
         rate = 3 / row["seconds"]["median"]
         assert row["sentences_per_second"] == pytest.approx(rate)
     assert "fusedops" in capsys.readouterr().out
-
-
-def test_benchmark_says_which_package_it_wants(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(encode_minilm, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit) as stopped:
-        encode_minilm.main(["--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "requirements-models.lock" in capsys.readouterr().err

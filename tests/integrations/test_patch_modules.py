@@ -11,7 +11,7 @@ import followed_modules as followed
 import home_made
 import pytest
 import torch
-from home_made import FEED_FORWARDS, NORMS, WIDTH, SelfAttention
+from home_made import FEED_FORWARDS, NORMS, WIDTH, SelfAttention, feed_forward
 from patch_testing import assert_same_training, counted, patched_pair
 from torch import nn
 
@@ -23,10 +23,6 @@ PADDING = torch.zeros(2, 12)
 PADDING[0, 9:] = -torch.inf
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(12)
 ROWS = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-def feed_forward(activation: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 48), activation, nn.Linear(48, 8))
 
 
 class Padded(nn.Module):

@@ -66,14 +66,6 @@ CODES = {
         assert isinstance(self, Layer)
         return Layer.split(self.down(self.up({ATTENDS})))
 """),
-    "super of itself": layer(f"""
-    def extra_repr(self):
-        return super(Layer, self).extra_repr()
-
-    def forward(self, x):
-        super(Layer, self).extra_repr()
-        return {ATTENDS}
-"""),
     "two that name one another": layer(
         f"""
     def forward(self, x):

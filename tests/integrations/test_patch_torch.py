@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from home_made import feed_forward
 from patch_testing import assert_all_close, assert_close, counted, patched_pair
 from torch import nn
 
@@ -12,10 +13,6 @@ from fusedops.integrations import describe
 from fusedops.integrations.hf.rules import torch_modules, torch_transformer
 
 INPUT = torch.linspace(-2, 2, 20 * 32).view(20, 32)
-
-
-def feed_forward(activation: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 48), activation, nn.Linear(48, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
