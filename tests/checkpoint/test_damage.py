@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from checkpoint_runs import Run, steps_in, train, undrawn, uninterrupted
-from process_pool import start_process
+from run_ranks import start_process
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
