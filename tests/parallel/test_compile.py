@@ -17,8 +17,6 @@ from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.all_to_all import DispatchResults
-from fusedops.parallel.expert.operators import DispatchArguments
 
 pytestmark = pytest.mark.distributed
 OnProcesses = Callable[..., list[Any]]
@@ -299,49 +297,6 @@ def _refused_while_traced(rank: int) -> None:
 
 def test_no_graph_is_made_of_results_that_do_not_fit(on_processes: OnProcesses) -> None:
     on_processes(_refused_while_traced, 1)
-
-
-def _operators(rank: int) -> None:
-    """Over a group, and at both levels of a mesh: on one rank, which is its own peer."""
-    mine, mesh = part_of("random", 0, 1), group_of((1, 1))
-    flat = [group_of((1,)).group_name]
-    nodes = [mesh.get_group(axis).group_name for axis in range(2)]
-    plan, ops = mine.plan(), torch.ops.fusedops
-    slots = plan.permutation.numel()
-    backwards = torch.arange(slots, dtype=torch.int32).flip(0)
-    for groups, level in ((flat, 0), (nodes, 0), (nodes, 1)):
-        send = DispatchArguments(
-            mine.input,
-            plan.probs,
-            plan.expert_ids,
-            plan.permutation,
-            plan.positions,
-            plan.offsets,
-            dropped=torch.tensor(0) if level == 1 else None,
-            num_experts=NUM_EXPERTS,
-            reduce="source",
-            payload=None,
-            grads=True,
-            validate=True,
-            op="moe_dispatch",
-            groups=groups,
-            level=level,
-        )
-        torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
-        came = DispatchResults(*(result.detach() for result in ops.moe_dispatch_rows(*send)))
-        to_nodes = groups is nodes and level == 0
-        # To a node goes a row per token; a result for each of its slots comes back.
-        results = torch.randn(slots, HIDDEN, requires_grad=True)
-        order, name = backwards if to_nodes else None, groups[level]
-        for reverse in (False, True):
-            back = (results, came.anchor, came.counts, order, slots, reverse, name, "results")
-            torch.library.opcheck(ops.moe_combine_rows.default, back)
-            if to_nodes:
-                assert torch.equal(ops.moe_combine_rows(*back), results.flip(0))
-
-
-def test_operators_are_what_they_say(on_processes: OnProcesses) -> None:
-    on_processes(_operators, 1)
 
 
 @pytest.mark.slow
