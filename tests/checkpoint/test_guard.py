@@ -94,7 +94,7 @@ def test_a_guard_that_is_saved_too_remembers_what_was_bad_over_a_rollback(tmp_pa
     run.checkpointer.add(guard=run.guard)
     run.train(3)
     assert run.guard.check(3, NAN).action == "rollback"
-    assert "step 3: rollback to step 3: the loss is nan" in run.guard.report()
+    assert "step 3: rollback to step 2: the loss is nan" in run.guard.report()
     assert run.guard.check(3, NAN).action == "skip"
     run.checkpointer.save(4, data={"position": 32})
     again = Run(tmp_path)

@@ -109,9 +109,10 @@ def test_moments_of_frozen_parameters_come_back(tmp_path: Path, kind: Any) -> No
     resumed, its_optimizer = begin()
     resumed[0].requires_grad_(False)
     assert Checkpointer(tmp_path, resumed, its_optimizer).load() is not None
+    assert len(its_optimizer.state) == len(optimizer.state)
     for its_model, its in ((model, optimizer), (resumed, its_optimizer)):
         frozen = [name for name, p in its_model.named_parameters() if not p.requires_grad]
-        assert frozen == ["0.weight", "0.bias", "2.weight", "2.bias"] and len(its.state) == 4
+        assert frozen == ["0.weight", "0.bias", "2.weight", "2.bias"]
         its_model.requires_grad_(True)
         train(its_model, its, range(4, 6), layers=5)
     assert_same_bits(list(resumed.parameters()), list(model.parameters()))

@@ -108,22 +108,6 @@ def test_a_sequence_that_is_gone_on_with_is_what_it_would_have_been(model: Trans
     assert rest == whole[8:]
 
 
-def test_rows_that_are_done_change_no_other(model: Transformer) -> None:
-    lengths = [2, 30, 3, 4]
-    prompts = [*PROMPTS, [9, 9]]
-    whole = fusedops.generate(model, prompts, tokens=30, repetition_penalty=1.2, **DRAWN)
-    found = fusedops.generate(
-        model,
-        prompts,
-        tokens=30,
-        repetition_penalty=1.2,
-        until=lambda number, made: len(made) == lengths[number],
-        **DRAWN,
-    )
-    for each, all_, length in zip(found, whole, lengths, strict=True):
-        assert each.tokens == all_.tokens[:length]
-
-
 def test_repetition_penalty_is_that_of_transformers(model: Transformer, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     save_huggingface(model, tmp_path)

