@@ -16,7 +16,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from one_process import full_tensor
-from process_pool import on_fresh_ranks
+from run_ranks import on_fresh_ranks
 from torch import nn
 
 import fusedops

@@ -7,9 +7,7 @@ import errno
 import io
 import logging
 import random
-import resource
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoint_runs import Run, steps_in, train, undrawn, uninterrupted
-from process_pool import start_process
+from run_ranks import start_process
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -181,28 +179,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     run.checkpointer.save(3, data={"position": 24})
     run.checkpointer.close()
     assert Run(tmp_path).train(5) == uninterrupted(5)
-
-
-def _train_with_small_files(connection: Any, root: str) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    run = Run(Path(root))
-    run.checkpointer.load()
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    for size in (0, 5000, 100_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-        try:
-            run.checkpointer.save(3)
-        except CheckpointError as error:
-            connection.send(str(error))
-
-
-def test_a_limit_of_the_system_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path).checkpointer.close()
-    process, mine = start_process(_train_with_small_files, str(tmp_path))
-    for _ in range(3):
-        assert "the checkpoint of step 3 was not written: File too large" in mine.recv()
-        assert_loads(tmp_path, 2)
-    process.join()
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fusedops.checkpoint import Checkpointer, CheckpointError, rank_file, tensors
+from fusedops.checkpoint import Checkpointer, CheckpointError, tensors
 from fusedops.checkpoint import folder as folders
 
 pytestmark = pytest.mark.distributed
@@ -90,29 +90,6 @@ def _in_other_groups(rank: int, root: str) -> list[int]:
                 assert restored is not None
                 steps.append(restored.step)
     return steps
-
-
-def _counted(rank: int, root: str) -> tuple[list[str], list[int], int]:
-    """Return the files that a rank fingerprints in a save, those it reads back, and its data."""
-    run = Run(Path(root), wrap=_shard)
-    with (
-        mock.patch.object(folders, "fingerprints", wraps=folders.fingerprints) as taken,
-        mock.patch.object(rank_file, "read", wraps=rank_file.read) as read,
-    ):
-        run.checkpointer.save(1, data=10 * rank)
-        restored = run.checkpointer.load()
-    assert restored is not None
-    names = [name for call in taken.call_args_list for name in call.args[1]]
-    return names, [call.args[1] for call in read.call_args_list], restored.data
-
-
-def test_a_rank_reads_its_share_and_fingerprints_what_it_wrote(tmp_path: Path) -> None:
-    """Listings of a shared file system may differ; reads of all files by all ranks are many."""
-    for rank, (names, reads, data) in enumerate(on_ranks(4, _counted, str(tmp_path))):
-        expected = {f"rank-{rank:05d}.pt"} | ({".metadata"} if rank == 0 else set())
-        shards = {name for name in names if name.endswith(".distcp")}
-        assert set(names) - shards == expected and reads == [rank] and data == 10 * rank
-        assert all(name.startswith(f"__{rank}_") for name in shards)
 
 
 def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:

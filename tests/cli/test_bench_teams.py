@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bench_team_steps
-import process_pool
 import pytest
+from run_ranks import CONTEXT
 
 from fusedops.bench import teams
 from fusedops.bench.teams import interleaved
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def test_waiting_processes_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its processes have torch already.
-    monkeypatch.setattr(teams.multiprocessing, "get_context", lambda _: process_pool.CONTEXT)
+    monkeypatch.setattr(teams.multiprocessing, "get_context", lambda _: CONTEXT)
     measured = interleaved(bench_team_steps.settings(str(tmp_path)), 0.3, lambda _: None)
     assert [loss for _, loss in measured] == [1.0, 1.0]
     assert all(len(times) >= 3 and min(times) > 0.02 for times, _ in measured)

@@ -81,31 +81,6 @@ def test_a_long_sequence_draws_at_each_of_its_positions() -> None:
         assert torch.equal(sampler.sample(logits), expected), position
 
 
-def chi_square_probability(observed: torch.Tensor, expected: torch.Tensor, freedom: int) -> float:
-    """Return how probable counts as far from the expected ones are."""
-    statistic = ((observed - expected).square() / expected).sum().double()
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2))
-
-
-def test_equal_prompts_of_a_batch_get_independent_texts(model: Transformer) -> None:
-    words, seeds = 3, 300
-    asked: dict[str, Any] = {"tokens": 1, "temperature": 1.0, "top_k": words, "samples": 2}
-    likeliest = fusedops.generation.Decoder(model, 2).prefill([torch.tensor([7])]).topk(words)
-    place = {token: index for index, token in enumerate(likeliest.indices[0].tolist())}
-    drawn = [
-        [place[each.tokens[0]] for each in fusedops.generate(model, [[7], [7]], seed=seed, **asked)]
-        for seed in range(seeds)
-    ]
-    shares = likeliest.values[0].softmax(-1)
-    first, *others = torch.tensor(drawn).T
-    for each in (first, *others):
-        assert chi_square_probability(each.bincount(minlength=words), seeds * shares, 2) > 1e-3
-    for other in others:
-        table = (words * first + other).bincount(minlength=words**2)
-        expected = seeds * torch.outer(shares, shares).flatten()
-        assert chi_square_probability(table, expected, words**2 - 1) > 1e-3
-
-
 def test_what_else_is_in_the_batch_changes_no_draw(model: Transformer) -> None:
     def texts(prompts: Any, **more: Any) -> list[list[int]]:
         options: dict[str, Any] = {"tokens": 20, "samples": 3} | DRAWN | more
@@ -131,22 +106,6 @@ def test_a_sequence_that_is_gone_on_with_is_what_it_would_have_been(model: Trans
     whole = fusedops.generate(model, PROMPTS[0], tokens=20, **DRAWN)[0].tokens
     rest = fusedops.generate(model, PROMPTS[0] + whole[:8], tokens=12, **DRAWN)[0].tokens
     assert rest == whole[8:]
-
-
-def test_rows_that_are_done_change_no_other(model: Transformer) -> None:
-    lengths = [2, 30, 3, 4]
-    prompts = [*PROMPTS, [9, 9]]
-    whole = fusedops.generate(model, prompts, tokens=30, repetition_penalty=1.2, **DRAWN)
-    found = fusedops.generate(
-        model,
-        prompts,
-        tokens=30,
-        repetition_penalty=1.2,
-        until=lambda number, made: len(made) == lengths[number],
-        **DRAWN,
-    )
-    for each, all_, length in zip(found, whole, lengths, strict=True):
-        assert each.tokens == all_.tokens[:length]
 
 
 def test_repetition_penalty_is_that_of_transformers(model: Transformer, tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_generate_command import run_and_export
 from typer.testing import CliRunner
 
 from fusedops.cli.main import app
@@ -19,7 +20,7 @@ from fusedops.generation.load import load
 from fusedops.launch.processes import Ranks, initialize_distributed
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
 from fusedops.testing import threads
-from fusedops.train import InputError, train
+from fusedops.train import InputError
 
 pytestmark = pytest.mark.distributed
 PROMPT = "1 plus 1 "
@@ -46,24 +47,9 @@ def _sets(*values: str) -> list[str]:
     return [word for value in values for word in ("--set", f"parallel.{value}")]
 
 
-def _train(rank: int, folder: str, parallel: dict[str, Any]) -> bool:
-    """Train, and export the weights."""
-    out = Path(folder)
-    return train(
-        {
-            "out": str(out / "run"),
-            "export": str(out / "export"),
-            "steps": 3,
-            "batch": 4,
-            "device": "cpu",
-            "tune_host": False,
-            "model": {"preset": "tiny-mixtral"},
-            "data": {"train": [str(out / "text.txt")], "seq_len": 32},
-            "optimizer": {"lr": 1e-2},
-            "parallel": parallel,
-            "log": {"peak_tflops": 1.0},
-        }
-    ).finished
+def _train(rank: int, folder: Path, parallel: dict[str, Any]) -> None:
+    data = {"train": [f"{folder}/text.txt"]}
+    run_and_export(folder, "tiny-mixtral", 64, 3, data, 1e-2, parallel)
 
 
 def _command(rank: int, *args: str) -> tuple[int, str, str]:
@@ -96,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
 def test_what_any_layout_trained_any_other_generates(
     ranks: int, parallel: dict[str, Any], folder: Path, on_processes: Any
 ) -> None:
-    assert all(on_processes(_train, ranks, str(folder), parallel))
+    on_processes(_train, ranks, folder, parallel)
     # Weights are those of the checkpoint, wherever they were.
     with initialize_distributed("cpu") as alone:
         saved = load(folder / "run", alone).engine.model
@@ -139,43 +125,30 @@ def test_folders_of_transformers_on_two_processes(
     assert second == (0, "", "")
 
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "an empty prompt": (["--prompt", ""], "got an empty one"),
-    "no prompt": (["--no-prompt"], "--prompt TEXT"),
-    "a prompt past the positions": (["--prompt", "a" * 64], "prompt alone is too long"),
-    "too many tokens": (["--tokens", "61"], "at most 55 tokens more"),
-    "more beams than words": (["--beams", "300"], "beams must be at most the 256 words, got 300"),
-    "a dtype that is none": (["--dtype", "int8"], "--dtype must be one of"),
-    "a key that is none": (_sets("pt=2"), "did you mean 'tp'"),
-    "too few sizes": (_sets("tp=1", "dp=1"), "must be the 2 processes"),
-    "more stages than layers": (_sets("pp=2", "pipeline_schedule=zbv"), "the 2 layers, got 4"),
-    "experts that there are not": (_sets("dp=2", "ep=2"), "without exp"),
-    "a step": (["--step", "3"], "--step is of a run"),
-    "a device that is none": (["--device", "tpu"], "--device must be one of auto, cpu"),
-}
-
-
-def _bad(folder: Path) -> list[list[str]]:
-    found = []
-    for args, _ in BAD.values():
-        given = [str(folder), "--tokenizer", "bytes"]
-        if "--no-prompt" not in args and "--prompt" not in args:
-            given += ["--prompt", PROMPT]
-        found.append([*given, *(arg for arg in args if arg != "--no-prompt")])
-    return found
+# Of each moment at which a mistake is found; the others: test_generate_command.py.
+BAD: list[tuple[list[str], str]] = [
+    (["--prompt", ""], "got an empty one"),
+    (["--dtype", "int8"], "--dtype must be one of"),
+    (["--beams", "300"], "beams must be at most the 256 words, got 300"),
+    (["--step", "3"], "--step is of a run"),
+    (_sets("pt=2"), "did you mean 'tp'"),
+    (_sets("tp=1", "dp=1"), "must be the 2 processes"),
+    (_sets("pp=2", "pipeline_schedule=zbv"), "the 2 layers, got 4"),
+    (_sets("dp=2", "ep=2"), "without exp"),
+]
 
 
 def test_a_mistake_is_a_line_of_the_first_process_and_ends_all(
     tmp_path: Path, on_processes: Any
 ) -> None:
     save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
-    first, second = on_processes(_commands, 2, _bad(tmp_path))
-    for case, one, other in zip(BAD, first, second, strict=True):
-        code, text, told = one
-        assert code == 2 and not text, (case, one)
+    given = [str(tmp_path), "--tokenizer", "bytes", "--prompt", PROMPT]
+    first, second = on_processes(_commands, 2, [[*given, *args] for args, _ in BAD])
+    for (_, words), (code, text, told), other in zip(BAD, first, second, strict=True):
+        assert code == 2 and not text, told
         (line,) = told.splitlines()
-        assert line.startswith("fusedops: error: ") and BAD[case][1] in line, (case, line)
-        assert other == (2, "", ""), (case, other)
+        assert line.startswith("fusedops: error: ") and words in line, line
+        assert other == (2, "", ""), words
 
 
 def _load(rank: int, folder: Path) -> str:

@@ -40,14 +40,6 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-llama", {"pp": 2, "pipeline_schedule": "zbv"}),
     ("tiny-mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}),
 ]
-# Each of these is a part of one above.
-PARTS: list[tuple[str, dict[str, Any]]] = [
-    ("tiny-llama", {"tp": 2}),
-    ("tiny-gpt2", {"tp": 2, "sp": True}),
-    ("tiny-mixtral", {"tp": 2}),
-    ("tiny-pangu-moe", {"dp": 2, "ep": 2}),
-    ("tiny-gpt2", {"pp": 2}),
-]
 
 
 def _model(name: str, layout: dict[str, Any] | None = None) -> Transformer:
@@ -68,7 +60,7 @@ def _generated(model: Transformer | TrainEngine, prompts: Any = PROMPTS) -> list
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*LAYOUTS, *(pytest.param(*part, marks=pytest.mark.slow) for part in PARTS)],
+    LAYOUTS,
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_ranks_generate_what_one_process_does(name: str, layout: dict[str, Any]) -> None:

@@ -68,9 +68,6 @@ def test_the_jobset_fits_the_published_models(jobset: dict[str, Any]) -> None:
     )
     parsed = models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict()
     assert unknown_keys(jobset, parsed) == []
-    jobset["spec"]["failurePolicy"]["maxRestart"] = 3  # what the comparison is to notice
-    parsed = models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict()
-    assert unknown_keys(jobset, parsed) == [".spec.failurePolicy.maxRestart"]
 
 
 def test_the_job_template_fits_the_strict_schema_of_kubernetes(jobset: dict[str, Any]) -> None:
@@ -81,9 +78,6 @@ def test_the_job_template_fits_the_strict_schema_of_kubernetes(jobset: dict[str,
     job |= {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}}
     for version in ("1.31", "1.37"):
         validator.validate(job, version, strict=True)
-    job["spec"]["template"]["spec"]["containers"][0]["comand"] = []
-    with pytest.raises(validator.ValidationError, match="comand"):
-        validator.validate(job, "1.37", strict=True)
 
 
 def test_the_address_is_the_name_of_the_first_pod(jobset: dict[str, Any]) -> None:

@@ -136,24 +136,6 @@ def test_a_cancelled_run_saves_and_the_next_job_resumes(
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:010d}.0").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nodes=2", "--ntasks=3"], "srun started 2,1 processes on the nodes 127.0.0.[1-2]: "),
-        (["--nodes=2", "--ntasks=4", "--distribution=cyclic"], "give srun --distribution=block"),
-    ],
-)
-def test_processes_that_are_laid_out_wrongly_are_one_line(
-    slurm: dict[str, str], tmp_path: Path, options: list[str], message: str
-) -> None:
-    config = write_config(tmp_path, 5)
-    words = ["srun", *options, "--kill-on-bad-exit=0", "fusedops", "train", str(config)]
-    done = subprocess.run(words, env=slurm, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]
-    assert done.returncode == 2 and len(lines) == 1 and message in lines[0], done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_mistake_in_the_configuration_is_not_requeued(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:

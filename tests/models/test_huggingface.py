@@ -17,9 +17,6 @@ import torch
 import torch.distributed as dist
 from one_process import full_tensor
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import fusedops
 from fusedops import UnsupportedError
@@ -27,6 +24,7 @@ from fusedops._core import dtypes
 from fusedops.models import (
     TINY,
     ParallelConfig,
+    TrainEngine,
     Transformer,
     fill_huggingface,
     from_config,
@@ -225,21 +223,6 @@ def test_saving_again_leaves_files_of_the_last_call_alone(limit: int, tmp_path: 
     assert next(load_huggingface(folder).parameters()).dtype == torch.bfloat16
 
 
-def test_a_sharded_model_is_gathered(tmp_path: Path) -> None:
-    model = Transformer(TINY["tiny-gpt2"])
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("saved",)))
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        save_huggingface(model, tmp_path)
-    finally:
-        dist.destroy_process_group()
-    found = load_huggingface(tmp_path).state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
 def test_old_names_are_read(tmp_path: Path) -> None:
     ours = load_huggingface(_theirs("gpt2"))
     save_huggingface(ours, tmp_path)
@@ -347,8 +330,6 @@ def test_what_is_not_computed_is_refused_unless_sizes_are_asked(
     assert from_config(values, sizes_only=True).parameters() == preset("qwen3-0.6b").parameters()
 
 
-pytest.importorskip("safetensors")
-
 LAYOUTS = {
     "zero3": ("tiny-llama", {"dp": 2, "zero": 3}),
     "tp2": ("tiny-gpt2", {"tp": 2}),
@@ -358,33 +339,19 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Count the bytes of tensors that a thread has read and holds, at most: ``peak`` of a rank."""
-    held, peaks = Counter[int](), Counter[int]()
-    get = weights._Checkpoint._tensor
-
-    def read(files: Any, name: str) -> torch.Tensor:
-        tensor, rank = get(files, name), dist.get_rank()
-        size = tensor.numel() * tensor.element_size()
-        held[rank] += size
-        peaks[rank] = max(peaks[rank], held[rank])
-        weakref.finalize(tensor, lambda: held.subtract({rank: size}))
-        return tensor
-
-    monkeypatch.setattr(weights._Checkpoint, "_tensor", read)
-    return peaks
+def _filled(rank: int, name: str, values: dict[str, Any], folder: str) -> TrainEngine:
+    fill = functools.partial(fill_huggingface, source=folder)
+    model = Transformer(preset(name), device="meta")
+    return parallelize(model, ParallelConfig(**values), weights=fill)
 
 
 def _loaded(rank: int, name: str, values: dict[str, Any], folder: str) -> list[str]:
-    config = preset(name)
-    fill = functools.partial(fill_huggingface, source=folder)
-    model = Transformer(config, device="meta")
-    engine = parallelize(model, ParallelConfig(**values), weights=fill)
+    engine = _filled(rank, name, values, folder)
     expected = dict(load_huggingface(folder).named_parameters())
     for key, parameter in engine.model.named_parameters():
         assert torch.equal(full_tensor(parameter), expected[key].detach()), key
     assert not any(buffer.any() for buffer in engine.model.buffers() if buffer.dim() == 1)
+    save_huggingface(engine, f"{folder}/again")
     return [key for key, _ in engine.model.named_parameters()]
 
 
@@ -396,26 +363,33 @@ def test_every_process_has_its_part(layout: str, tmp_path: Path) -> None:
     ranks = ParallelConfig(**values).sizes.ranks
     found = threads.run(_loaded, ranks, name, values, str(tmp_path))
     assert set().union(*found) == {key for key, _ in whole.named_parameters()}
-
-
-def _read(rank: int, values: dict[str, Any], folder: str) -> None:
-    fill = functools.partial(fill_huggingface, source=folder)
-    model = Transformer(preset("tiny-gpt2"), device="meta")
-    parallelize(model, ParallelConfig(**values), weights=fill)
+    saved = load_huggingface(tmp_path / "again")  # gathered from all of them
+    for (key, one), other in zip(whole.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other), key
 
 
 @pytest.mark.parametrize("layout", ["pp2", "zero3"])
 def test_no_process_holds_more_than_one_row(
-    layout: str, tmp_path: Path, live: Counter[int]
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Transformer(preset("tiny-gpt2"))
+    held, peaks = Counter[int](), Counter[int]()  # bytes of the tensors that a rank has read
+    get = weights._Checkpoint._tensor
+
+    def read(files: Any, name: str) -> torch.Tensor:
+        tensor, rank = get(files, name), dist.get_rank()
+        held[rank] += tensor.nbytes
+        peaks[rank] = max(peaks[rank], held[rank])
+        weakref.finalize(tensor, lambda size: held.subtract({rank: size}), tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(weights._Checkpoint, "_tensor", read)
+    name, whole = "tiny-gpt2", Transformer(preset("tiny-gpt2"))
     save_huggingface(whole, tmp_path)
-    values = LAYOUTS[layout][1]
-    threads.run(_read, 2, values, str(tmp_path))
-    largest = max(4 * parameter.numel() for parameter in whole.parameters())
+    threads.run(_filled, 2, name, LAYOUTS[layout][1], str(tmp_path))
+    sizes = [parameter.nbytes for parameter in whole.parameters()]
     for rank in range(2):
-        assert 0 < live[rank] <= 3 * largest  # query, key and value are one tensor there
-    assert largest < 4 * sum(parameter.numel() for parameter in whole.parameters()) / 3
+        assert 0 < peaks[rank] <= 3 * max(sizes)  # query, key and value are one tensor there
+    assert max(sizes) < sum(sizes) / 3
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_same_bits
-from torch.autograd.graph import saved_tensors_hooks
 
-import fusedops
 from fusedops import memory
 from fusedops._core import dtypes
 from fusedops.models import (
@@ -78,23 +75,6 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
     torch.testing.assert_close(found, slope.detach(), rtol=eps, atol=eps)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-pangu-moe"])
-def test_training_lowers_the_loss(name: str) -> None:
-    torch.manual_seed(0)
-    model = Transformer(TINY[name])
-    optimizer = fusedops.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens = torch.arange(4 * 33).reshape(4, 33) % 11
-    losses = []
-    for _ in range(20):
-        found = model(tokens[:, :-1], tokens[:, 1:])
-        mean = found.total / found.num_tokens
-        (mean + found.auxiliary).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean.item())
-    assert losses[0] > 5.0 and losses[-1] < 1.5
-
-
 def test_half_precision_sums_the_loss_in_float32() -> None:
     torch.manual_seed(0)
     model = Transformer(TINY["tiny-llama"], dtype=torch.bfloat16)
@@ -121,41 +101,6 @@ def test_packed_documents_are_as_if_each_were_alone(name: str) -> None:
             for part, logits in parts:
                 torch.testing.assert_close(logits, model(part[None])[0])
         assert (packed - model(tokens)).abs().max() > packed.std() / 10
-
-
-def test_what_a_token_attends() -> None:
-    torch.manual_seed(0)
-    tokens = _tokens(TINY["tiny-llama"], 1, 12)
-    changed = tokens.clone()
-    changed[0, 4] = (tokens[0, 4] + 1) % 256
-
-    def touched(name: str, **more: Any) -> list[int]:
-        model = Transformer(replace(TINY[name], num_layers=1, **more)).eval()
-        with torch.no_grad():
-            differ = (model(tokens) != model(changed)).any(-1)[0]
-        return differ.nonzero().flatten().tolist()
-
-    assert touched("tiny-llama") == list(range(4, 12))
-    assert touched("tiny-llama", sliding_window=3) == [4, 5, 6]
-    assert touched("tiny-bert") == list(range(12))
-    assert touched("tiny-bert", causal=True) == list(range(4, 12))
-
-
-def test_positions_that_are_given_are_used() -> None:
-    torch.manual_seed(0)
-    tokens = _tokens(TINY["tiny-llama"], 2, 12)
-    for name, same in (("tiny-llama", True), ("tiny-gpt2", False)):
-        model = Transformer(TINY[name]).eval()
-        with torch.no_grad():
-            plain = model(tokens)
-            torch.testing.assert_close(model(tokens, positions=torch.arange(12)), plain)
-            later = model(tokens, positions=torch.arange(12) + 30)
-        # Rotations see distances alone; a table sees places.
-        assert torch.allclose(later, plain, atol=plain.std().item() / 100) is same
-        order = torch.randperm(12)
-        with torch.no_grad():
-            mixed = model(tokens, positions=order.expand(2, -1))
-        assert not torch.allclose(mixed, plain, atol=plain.std().item() / 100)
 
 
 def test_slopes_are_the_published_ones() -> None:
@@ -194,22 +139,6 @@ def test_the_query_layer_asks_with_positions() -> None:
     inner = F.linear(norm(x, layer.feed_forward_norm), mlp.w1, mlp.b1)
     x = x + F.linear(inner * torch.sigmoid(1.702 * inner), mlp.w2, mlp.b2)
     torch.testing.assert_close(model(tokens), F.linear(x, table.tokens.weight))
-
-
-def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
-    torch.manual_seed(0)
-    config = replace(TINY["tiny-gpt2"], dropout=0.3, attention_dropout=0.3)
-    model = Transformer(config)
-    tokens = _tokens(config, 2, 16)
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return model(tokens).detach()
-
-    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-    plain = Transformer(TINY["tiny-gpt2"])
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model.eval()(tokens), plain(tokens))
 
 
 def test_creation_on_meta_is_creation_with_the_same_seed() -> None:
@@ -289,24 +218,10 @@ def test_choices_that_exclude_each_other_are_refused(
         replace(TINY[name], **change)
 
 
-def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
-    torch.manual_seed(0)
+def test_logits_are_kept_where_they_are_small() -> None:
     assert not Transformer(preset("gpt2"), device="meta").head.recompute
     wide = replace(TINY["tiny-llama"], vocab_size=2048)
-    model = copy.deepcopy(Transformer(wide))
-    assert model.head.recompute
-    tokens = _tokens(wide, 2, 16)
-    sizes: list[int] = []
-    kept = saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
-    results = []
-    for recompute in (True, False):
-        model.head.recompute = recompute
-        sizes.clear()
-        with kept:
-            loss = model(tokens, tokens).total
-        assert (tokens.numel() * 2048 in sizes) is not recompute
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert_same_bits(*results)
+    assert Transformer(wide, device="meta").head.recompute
 
 
 def test_a_whole_model_compiles_to_one_graph() -> None:
@@ -319,15 +234,6 @@ def test_a_whole_model_compiles_to_one_graph() -> None:
         total = loss.total + loss.auxiliary
         results.append((total, *torch.autograd.grad(total, list(model.parameters()))))
     assert_same_bits(*results)
-
-
-def test_logits_of_some_tokens_are_those_of_all() -> None:
-    torch.manual_seed(0)
-    model = Transformer(TINY["tiny-llama"]).eval()
-    tokens = _tokens(model.config, 2, 9)
-    logits = model(tokens)
-    some = torch.tensor([2, 8])
-    torch.testing.assert_close(model(tokens, logits_to_keep=some), logits[:, some])
 
 
 KINDS: dict[str, TransformerConfig] = {

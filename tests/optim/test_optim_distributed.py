@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from comparing import assert_same_bits
 from one_process import full_tensor
 from optim_testing import TinyModel, parameters, set_gradients
-from process_pool import World
+from run_ranks import World
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,

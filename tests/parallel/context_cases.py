@@ -40,6 +40,7 @@ CASES = {
     "causal": Case(options=CAUSAL),
     "causal_contiguous": Case("contiguous", options=CAUSAL, length=20),
     "whole": Case(),
+    "long": Case(batch=1, length=288, options=CAUSAL),  # several blocks of keys
     "grouped_heads": Case(key_heads=2, value_size=12, options=CAUSAL),
     "window": Case(options={"window": (5, 0)}, length=32),
     "both_sides": Case("contiguous", options={"window": (3, 6)}, length=32),

@@ -102,12 +102,15 @@ class Problem:
         probs = _leaf(self.probs, dtypes.statistics_dtype(dtype))
         return replace(self, probs=probs, grad=self.grad.to(dtype), **leaves)
 
+    def cuts(self, rank: int, ranks: int) -> tuple[slice, slice]:
+        """Return which tokens and which experts one rank has."""
+        first, per_rank = sum(self.counts[:rank]), self.w1.shape[0] // ranks
+        tokens = slice(first, first + self.counts[rank])
+        return tokens, slice(rank * per_rank, (rank + 1) * per_rank)
+
     def part(self, rank: int, ranks: int) -> Problem:
         """Return the tokens and the experts of one rank, with fresh leaves."""
-        first = sum(self.counts[:rank])
-        tokens = slice(first, first + self.counts[rank])
-        per_rank = self.w1.shape[0] // ranks
-        experts = slice(rank * per_rank, (rank + 1) * per_rank)
+        tokens, experts = self.cuts(rank, ranks)
         cuts = {"input": tokens, "probs": tokens, "w1": experts, "w2": experts}
         leaves = {name: _leaf(getattr(self, name)[cut]) for name, cut in cuts.items()}
         kept = None if self.kept is None else self.kept[tokens]
@@ -185,24 +188,17 @@ def on_one_process(p: Problem) -> torch.Tensor:
     return fusedops.moe_unpermute(slots[plan.permutation.long()], plan)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What one process computes of a case, and the same in float64."""
-
-    output: torch.Tensor
-    gradients: list[torch.Tensor]
-    true_output: torch.Tensor
-    true_gradients: list[torch.Tensor]
-
-
 @functools.cache
-def expected(name: str, ranks: int, dtype: torch.dtype) -> Expected:
-    """Return what ranks that are threads share: it is computed once."""
-    whole = problem(name, ranks, dtype)
-    exact = whole.to(torch.float64)
-    output, truth = on_one_process(whole), on_one_process(exact)
-    grads, true_grads = gradients(output, whole), gradients(truth, exact)
-    return Expected(output.detach(), grads, truth.detach(), true_grads)
+def expected(name: str, ranks: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Return what one process computes, output and gradients, and the same in float64.
+
+    Ranks that are threads share it: it is computed once.
+    """
+    found = []
+    for whole in (problem(name, ranks, dtype), problem(name, ranks, dtype).to(torch.float64)):
+        output = on_one_process(whole)
+        found.append([output.detach(), *gradients(output, whole)])
+    return found
 
 
 def gradients(output: torch.Tensor, p: Problem) -> list[torch.Tensor]:
@@ -232,21 +228,18 @@ def assert_cases(
     """
     group, ranks = group_of(shape), math.prod(shape)
     for name in names:
-        whole, known = problem(name, ranks, dtype), expected(name, ranks, dtype)
+        whole = problem(name, ranks, dtype)
+        (alone, *its_grads), (truth, *true_grads) = expected(name, ranks, dtype)
         mine = whole.part(rank, ranks)
         output = layer(mine, group, **options)
-        first = sum(whole.counts[:rank])
-        tokens = slice(first, first + whole.counts[rank])
+        tokens, shard = whole.cuts(rank, ranks)
         where = f"{name} on {shape}, {dtype}, {options}"
         depth = len(whole.input) if len(shape) == 1 else 999
         if options.get("reduce") == "node":
-            truth, alone = known.true_output[tokens], known.output[tokens]
-            assert_close(output, truth, alone, where, depth)
+            assert_close(output, truth[tokens], alone[tokens], where, depth)
         else:
-            assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
-        per_rank = NUM_EXPERTS // ranks
-        shard = slice(rank * per_rank, (rank + 1) * per_rank)
+            assert torch.equal(output, alone[tokens]), f"{where}: other bits"
         parts = (tokens, tokens, shard, shard)
         for i, (grad, part) in enumerate(zip(gradients(output, mine), parts, strict=True)):
-            truth, alone = known.true_gradients[i][part], known.gradients[i][part]
-            assert_close(grad, truth, alone, f"{where}: gradient {i}", depth)
+            known = true_grads[i][part], its_grads[i][part]
+            assert_close(grad, *known, f"{where}: gradient {i}", depth)

@@ -17,8 +17,6 @@ from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.all_to_all import DispatchResults
-from fusedops.parallel.expert.operators import DispatchArguments
 
 pytestmark = pytest.mark.distributed
 OnProcesses = Callable[..., list[Any]]
@@ -160,9 +158,9 @@ def test_a_graph_over_nodes_has_the_collectives_of_eager(on_processes: OnProcess
     assert on_processes(_over_nodes, 4) == [(2 * [6, 4], 1)] * 4
 
 
-def _ignoring(rank: int, shape: Shape) -> None:
+def _other_experts(rank: int, shape: Shape, options: dict[str, Any]) -> None:
     """Rows that some ranks' experts ignore, and a call in expert_parallel's form."""
-    group, mine = group_of(shape), part_of("uneven", rank, 2)
+    group, mine = group_of(shape), part_of("uneven", rank, math.prod(shape), torch.bfloat16)
 
     def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         return rows.new_ones(rows.shape) if rank % 2 else rows * 2
@@ -170,39 +168,21 @@ def _ignoring(rank: int, shape: Shape) -> None:
     def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
         # In a graph the tokens are not cut; the ranks agree all the same.
-        return expert_parallel(input, plan, here, group, chunks=3, weighted=True)
+        return expert_parallel(input, plan, here, group, chunks=3, weighted=True, **options)
 
     step, _ = _compiled(layer)
     _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
-@over_both
+@pytest.mark.parametrize("options", [{}, {"payload": "float8"}], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=str)
 def test_ranks_whose_experts_ignore_their_rows_take_part(
-    on_processes: OnProcesses, shape: Shape
-) -> None:
-    on_processes(_ignoring, 2, shape)
-
-
-def _float8(rank: int, shape: Shape, options: dict[str, Any]) -> None:
-    group, mine = group_of(shape), part_of("uneven", rank, math.prod(shape), torch.bfloat16)
-
-    def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
-        rows, _, handle = moe_dispatch(input, plan, group, payload="float8", **options)
-        return moe_combine(rows, handle, weighted=True)
-
-    step, _ = _compiled(layer)
-    _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"), [((2,), {}), ((2, 1), {}), ((2, 2), {"reduce": "node"})], ids=str
-)
-def test_float8_payload_in_a_graph(
     on_processes: OnProcesses, shape: Shape, options: dict[str, Any]
 ) -> None:
-    """The gradient of the probabilities runs through the node that weighs."""
-    on_processes(_float8, math.prod(shape), shape, options)
+    """Of float8 rows the gradient of the probabilities runs through the node that weighs."""
+    if shape == (2, 2):
+        options = {**options, "reduce": "node"}
+    on_processes(_other_experts, math.prod(shape), shape, options)
 
 
 def _counted(rank: int, shape: Shape) -> None:
@@ -299,49 +279,6 @@ def _refused_while_traced(rank: int) -> None:
 
 def test_no_graph_is_made_of_results_that_do_not_fit(on_processes: OnProcesses) -> None:
     on_processes(_refused_while_traced, 1)
-
-
-def _operators(rank: int) -> None:
-    """Over a group, and at both levels of a mesh: on one rank, which is its own peer."""
-    mine, mesh = part_of("random", 0, 1), group_of((1, 1))
-    flat = [group_of((1,)).group_name]
-    nodes = [mesh.get_group(axis).group_name for axis in range(2)]
-    plan, ops = mine.plan(), torch.ops.fusedops
-    slots = plan.permutation.numel()
-    backwards = torch.arange(slots, dtype=torch.int32).flip(0)
-    for groups, level in ((flat, 0), (nodes, 0), (nodes, 1)):
-        send = DispatchArguments(
-            mine.input,
-            plan.probs,
-            plan.expert_ids,
-            plan.permutation,
-            plan.positions,
-            plan.offsets,
-            dropped=torch.tensor(0) if level == 1 else None,
-            num_experts=NUM_EXPERTS,
-            reduce="source",
-            payload=None,
-            grads=True,
-            validate=True,
-            op="moe_dispatch",
-            groups=groups,
-            level=level,
-        )
-        torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
-        came = DispatchResults(*(result.detach() for result in ops.moe_dispatch_rows(*send)))
-        to_nodes = groups is nodes and level == 0
-        # To a node goes a row per token; a result for each of its slots comes back.
-        results = torch.randn(slots, HIDDEN, requires_grad=True)
-        order, name = backwards if to_nodes else None, groups[level]
-        for reverse in (False, True):
-            back = (results, came.anchor, came.counts, order, slots, reverse, name, "results")
-            torch.library.opcheck(ops.moe_combine_rows.default, back)
-            if to_nodes:
-                assert torch.equal(ops.moe_combine_rows(*back), results.flip(0))
-
-
-def test_operators_are_what_they_say(on_processes: OnProcesses) -> None:
-    on_processes(_operators, 1)
 
 
 @pytest.mark.slow

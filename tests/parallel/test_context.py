@@ -37,8 +37,6 @@ from fusedops.parallel import (
     unshard_sequence,
 )
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.context import plan
-from fusedops.parallel.context.plan import ContextPattern
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -127,46 +125,20 @@ def test_second_derivatives_are_right_or_refused(rank: int) -> None:
     assert bool(((found - expected).abs() <= budget).all())
 
 
-def _logged(rank: int) -> tuple[Any, ...]:
-    """Return what a causal step on four ranks sent, and what ran beside what."""
+@on_threads(4)
+def test_keys_and_gradients_travel_beside_the_computation(rank: int) -> None:
     case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
     with collectives.recorded() as log:
         in_shards(ring_attention, dist.group.WORLD, case, torch.float32)
-    ring = {
-        word: sum(call.bytes for call in log.calls if call.label.startswith(word))
-        for word in ("keys", "gradients")
-    }
-    with collectives.recorded() as other:
-        in_shards(ulysses_attention, dist.group.WORLD, case, torch.float32)
-    return ring, log.overlapped(), other.bytes(), other.counts()
+    beside = log.overlapped()
+    for step in range(1, 4):
+        assert (f"keys {step}", f"attend {step - 1}") in beside
+        assert (f"keys {step}", f"differentiate {step - 1}") in beside
+    for step in (1, 2):
+        assert (f"gradients {step}", f"differentiate {step + 1}") in beside
 
 
-def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(
-    on_processes: OnProcesses,
-) -> None:
-    case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
-    layout = case.layout(4)._replace(ends=(0, 32))
-    token = case.batch * case.key_heads * (case.size + case.value_size) * 4
-    logged = on_processes(_logged, 4)
-    for rank, (ring, beside, exchanged, counts) in enumerate(logged):
-        others = [other for other in range(4) if other != rank]
-        causal = ContextPattern(-1, 0)
-        keys = [plan.step(layout, causal, other, rank).tokens * token for other in others]
-        back = [plan.step(layout, causal, rank, other).tokens * token for other in others]
-        assert ring == {"keys": 2 * sum(keys), "gradients": sum(back)}  # keys again in the backward
-        for step in range(1, 4):
-            assert (f"keys {step}", f"attend {step - 1}") in beside
-            assert (f"keys {step}", f"differentiate {step - 1}") in beside
-        for step in (1, 2):
-            assert (f"gradients {step}", f"differentiate {step + 1}") in beside
-        # Queries, keys (a head for each rank), values and outputs; of each 3 / 4 leave; and back.
-        sizes = case.heads * (2 * case.size + 2 * case.value_size) + case.heads  # and log-sum-exps
-        assert exchanged == 2 * case.batch * 8 * sizes * 4 * 3 // 4
-        assert counts == {"all_to_all": 6}
-    assert sum(each[0]["keys"] for each in logged) == 2 * 4 * 3 * 8 * token * 3 // 4
-
-
-def _dropped(rank: int, kind: str, *names: str) -> None:
+def _dropped(rank: int, kind: str, dtype: torch.dtype, *names: str) -> None:
     """Compare with dropout; ``"placed"`` is a part of a larger batch, after two sequences."""
     seed = torch.tensor([2**50 + 3, 8])
     for name in names:
@@ -175,29 +147,41 @@ def _dropped(rank: int, kind: str, *names: str) -> None:
             square = case.length**2
             place = torch.cat((seed, torch.tensor((2 * 8 * square, 8 * square, square))))
         with_seed = _with(case, dropout_p=0.3, seed=place)
-        assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, with_seed, torch.float64)
+        assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, with_seed, dtype)
 
 
 def _with(case: Case, **more: Any) -> Case:
     return replace(case, options={**case.options, **more})
 
 
-DROPPED = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
+DROPPED = ("causal_contiguous", "grouped_heads", "alibi", "long", "packed_document", "packed_rows")
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_shards_drop_what_one_process_does(kind: str) -> None:
-    threads.run(_dropped, 2, kind, *DROPPED, "placed")
+    threads.run(_dropped, 2, kind, torch.float64, *DROPPED, "placed")
 
 
 def test_a_ring_of_four_drops_what_one_process_does() -> None:
     """Of two ranks each receives the keys of the one that it sends its own to."""
-    threads.run(_dropped, 4, "ring", "grouped_heads")
+    threads.run(_dropped, 4, "ring", torch.float64, "grouped_heads")
 
 
-def test_ring_drops_on_the_reference_too() -> None:
-    with fusedops.use_backend("torch"):
-        threads.run(_dropped, 2, "ring", *DROPPED)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "names"),
+    [
+        ("torch", torch.float64, DROPPED),
+        pytest.param(
+            *("triton", torch.float32, ("causal_contiguous", "packed_rows")),
+            marks=pytest.mark.interpreter,
+        ),
+    ],
+)
+def test_ring_drops_on_other_backends_too(
+    backend: str, dtype: torch.dtype, names: tuple[str, ...]
+) -> None:
+    with fusedops.use_backend(backend):
+        threads.run(_dropped, 2, "ring", dtype, *names)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -263,26 +247,17 @@ def test_a_policy_keeps_the_ring_out_of_the_second_forward(rank: int) -> None:
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
-def _counted(rank: int) -> int:
-    case = CASES["packed"]
-    with FlopCounterMode(display=False) as counter:
-        in_shards(ring_attention, dist.group.WORLD, case, torch.float32)
-    return counter.get_total_flops()
-
-
-def test_flops_are_this_rank_s_share() -> None:
-    case = CASES["packed"]
-    with FlopCounterMode(display=False) as counter:
-        *inputs, grad, grad_lse, slopes, sinks = problem(case, torch.float32)
-        q, k, v = (each[0].transpose(0, 1) for each in inputs)
-        ends = torch.tensor(case.ends)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-            options.pop("enable_gqa")
-            return fusedops.attention_varlen(q, k, v, ends, ends, 18, 18, **options)
-
-        gradients(attend, case, [q, k, v, grad[0].transpose(0, 1), grad_lse[0], slopes, sinks])
-    assert threads.run(_counted, 2) == [counter.get_total_flops() // 2] * 2
+@on_threads(2)
+def test_flops_are_this_rank_s_share(rank: int) -> None:
+    case, counts = CASES["causal"], []
+    for run in (
+        lambda: in_shards(ring_attention, dist.group.WORLD, case, torch.float32),
+        lambda: on_one_process(case, torch.float32),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] // 2
 
 
 @on_threads(4)
@@ -303,31 +278,6 @@ def test_shards_join_to_the_whole(rank: int) -> None:
     assert torch.equal(mine.grad, shard_sequence(whole * (1 + 2 + 3 + 4), group, 2))
     places = shard_sequence(torch.arange(24), group, 0)
     assert torch.equal(whole[:, :, places], mine)
-
-
-class _Documents:
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.ids_BS = ids
-
-
-@pytest.mark.parametrize("kind", FUNCTIONS)
-@on_threads(2)
-def test_core_finds_the_documents_of_shards(rank: int, kind: str) -> None:
-    case, group = CASES["packed_rows"], dist.group.WORLD
-    truth = on_one_process(case, torch.float64)[0]
-    places = torch.arange(case.batch * case.length)
-    ids = torch.searchsorted(torch.tensor(case.ends), places, right=True).view(case.batch, -1)
-    documents = _Documents(shard_sequence(ids, group))
-    inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
-    core = context_core(group, kind)
-    options: dict[str, Any] = {"window": None, "alibi_slopes": None, "dropout_p": 0.0}
-    with collectives.recorded() as log:
-        for _ in range(2):  # two layers
-            output = core(*inputs, is_causal=True, documents=documents, **options)
-    expected = shard(truth, case, group)
-    budget = dtypes.error_budget(expected, expected, torch.float64, depth=case.length)
-    assert bool(((output - expected).abs() <= budget).all())
-    assert log.counts()["all_gather"] == 1, "documents are told once for all layers"
 
 
 @on_threads(2)

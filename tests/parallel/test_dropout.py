@@ -90,55 +90,6 @@ def test_some_heads_drop_what_all_do(backend: str, length: int) -> None:
             assert_all_close(_gradient(call, q[at], at, seed), expected, expected, depth=9)
 
 
-def _attend(dense: bool, *inputs: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
-    """Return output and gradients ``[B, H, S, D]``, by one op or the other."""
-    inputs = tuple(each.clone().requires_grad_() for each in inputs)
-    if dense:
-        output = attention(*inputs, dropout_p=P, seed=seed)
-    else:
-        sizes = [each.shape[0] * each.shape[2] for each in inputs[:2]]
-        ends = [torch.arange(0, size + 1, size // inputs[0].shape[0]) for size in sizes]
-        packed = (each.transpose(1, 2).flatten(0, 1) for each in inputs)
-        longest = [each.shape[2] for each in inputs[:2]]
-        output = attention_varlen(*packed, *ends, *longest, dropout_p=P, seed=seed)
-        output = output.unflatten(0, (inputs[0].shape[0], -1)).transpose(1, 2)
-    ways = torch.linspace(-1, 1, output.numel()).view(output.shape)
-    return [output.detach(), *torch.autograd.grad(output, inputs, ways)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_some_queries_and_keys_drop_what_all_do(backend: str) -> None:
-    """A block of scores of tokens that are several pieces, as a ring meets them."""
-    # Several blocks of keys; the interpreter takes seconds for each.
-    heads, size, unit = (1, 4, 5) if backend == "triton" else (2, 4, 50)
-    length = 3 * unit
-    rows = torch.cat([torch.arange(3, unit - 2), torch.arange(2 * unit + 1, length - 1)])
-    columns = torch.cat([torch.arange(unit), torch.arange(unit + 1, unit + 4)])
-    columns = torch.cat([columns, torch.arange(2 * unit + 2, length)])
-    torch.manual_seed(0)
-    k, v = torch.randn(2, heads, len(columns), size), torch.randn(2, heads, len(columns), size)
-    q = torch.randn(2, heads, len(rows), size)
-    square = length * length
-    begins = rows * length
-    place = [square, heads * square, square]  # a head further
-    dense = torch.cat((SEED, torch.tensor(place), begins, columns))
-    batches = torch.cat([begins, begins + heads * square]), columns.repeat(2)
-    packed = torch.cat((SEED, torch.tensor(place), *batches))
-    index = torch.arange(2)[:, None] * heads * square + torch.arange(1, heads + 1) * square
-    drawn = philox.words_at(index[..., None, None] + begins[:, None] + columns, SEED)
-    factors = torch.where(drawn >= philox.threshold(P), philox.scale(P), 0.0)
-    with fusedops.use_backend(backend):
-        found = [_attend(way, q, k, v, seed=each) for way, each in ((True, dense), (False, packed))]
-    inputs = tuple(each.double().requires_grad_() for each in (q, k, v))
-    weights = (inputs[0] @ inputs[1].mT * size**-0.5).softmax(-1) * factors
-    output = weights @ inputs[2]
-    ways = torch.linspace(-1, 1, output.numel()).view(output.shape).double()
-    exact = [output.detach(), *torch.autograd.grad(output, inputs, ways)]
-    eager = [value.float() for value in exact]
-    for results in found:
-        assert_all_close(results, exact, eager, depth=len(columns))
-
-
 def test_modules_draw_from_what_they_are_given() -> None:
     x, residual = torch.randn(B, S, H), torch.randn(B, S, H)
     norms, drop = (AddRMSNorm(H, dropout_p=P), AddLayerNorm(H, dropout_p=P)), Dropout(P)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -28,11 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops import RoutingPlan, moe_mlp
 from fusedops._core import dtypes
-from fusedops.nn import MoE
 from fusedops.ops import moe_pack
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.expert import all_to_all
 from fusedops.testing import threads
@@ -95,31 +94,6 @@ def test_dropped_slots_are_counted(rank: int, shape: Shape) -> None:
     dropped = [int((~part).sum()) for part in whole.kept.split(whole.counts)]
     assert (handle.num_dropped, handle.num_dropped_in_group) == (dropped[rank], sum(dropped))
     assert sum(dropped) == whole.ids.numel() - NUM_EXPERTS
-
-
-def _bytes_between_nodes(rank: int, nodes: int) -> tuple[int, int, int, int]:
-    """Return rows and bytes that leave the node, sent straight and once per node."""
-    per_node = 8 // nodes
-    mine, node = part_of("random", rank, 8, HALF), rank // per_node
-    straight = moe_dispatch(mine.input, mine.plan(), group_of((8,)))[2]
-    once = moe_dispatch(mine.input, mine.plan(), group_of((nodes, per_node)))[2]
-    far = [rows for rank, rows in enumerate(straight.rows_sent) if rank // per_node != node]
-    few = [rows for other, rows in enumerate(once.rows_sent) if other != node]
-    places = mine.ids // (NUM_EXPERTS // nodes)
-    pairs = [(token, int(n)) for token, row in enumerate(places) for n in set(row.tolist())]
-    assert sum(far) == int((places != node).sum())
-    assert sum(few) == sum(n != node for _, n in pairs)
-    return sum(far), sum(few), sum(far) * straight.row_bytes, sum(few) * once.row_bytes
-
-
-def test_a_token_crosses_to_a_node_once() -> None:
-    """Rows between nodes are fewer by the duplication factor, bytes by nearly as much."""
-    counts = threads.run(_bytes_between_nodes, 8, 2)
-    many, few, bytes_many, bytes_few = (sum(each) for each in zip(*counts, strict=True))
-    assert many / few > 1.4  # three slots on two nodes: 1.5 slots per token and node on average
-    # Each row carries the ids and probabilities of all three slots: here 80 instead of 64 bytes.
-    assert bytes_few * 64 == bytes_many * 80 * few // many
-    assert bytes_few < bytes_many
 
 
 @on_threads(8)
@@ -216,46 +190,6 @@ def test_checkpoints_keep_the_gradients_of_chunks(rank: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
-@on_threads(8)
-def test_experts_of_a_moe_layer_are_sharded(rank: int) -> None:
-    """A rank holds the router and its share of the experts of nn.MoE."""
-    whole = MoE(24, 20, NUM_EXPERTS, top_k=2, bias=True)
-    mine = MoE(24, 20, 1, top_k=1, bias=True).experts
-    shard = slice(rank, rank + 1)
-    mine.load_state_dict({name: each[shard] for name, each in whole.experts.state_dict().items()})
-    x, grad = torch.randn(2, 8 * 5, 24)
-    everything, tokens = whole.route(x), slice(5 * rank, 5 * rank + 5)
-    choices = everything.expert_ids[tokens], everything.probs[tokens]
-    plan = RoutingPlan.from_choices(*choices, NUM_EXPERTS)
-    output = expert_parallel(x[tokens], plan, mine, dist.group.WORLD)
-    expected = whole(x, plan=everything)
-    assert torch.equal(output, expected[tokens])
-    exact = torch.autograd.grad(expected, list(whole.experts.parameters()), grad)
-    got = torch.autograd.grad(output, list(mine.parameters()), grad[tokens])
-    for value, all_experts in zip(got, exact, strict=True):
-        torch.testing.assert_close(value, all_experts[shard])
-
-
-def _compile_does_not_break_around_it(rank: int) -> None:
-    mine = part_of("uneven", rank, 2)
-
-    def model(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        plan = RoutingPlan.from_choices(mine.ids, probs * 1.0, NUM_EXPERTS)
-        rows, local_plan, handle = moe_dispatch(input + 0.0, plan, dist.group.WORLD)
-        results = experts(rows, local_plan, mine.w1, mine.w2)
-        return moe_combine(results, handle, weighted=True) * 2.0
-
-    eager = model(mine.input, mine.probs)
-    compiled = torch.compile(model, backend="aot_eager")(mine.input, mine.probs)
-    assert torch.equal(eager, compiled)
-    for got, want in zip(gradients(compiled, mine), gradients(eager, mine), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_compile_does_not_break_around_it(on_processes: OnProcesses) -> None:
-    on_processes(_compile_does_not_break_around_it, 2)
-
-
 @each_dtype
 @pytest.mark.parametrize("size", [1, 4, 8])
 @on_threads("size")
@@ -264,8 +198,7 @@ def test_moe_mlp_gives_the_bits_of_one_process(rank: int, size: int, dtype: torc
     for name in CASES:
         whole = problem(name, size, dtype)
         w1 = torch.cat([whole.w1, whole.w1.flip(0)], 1).detach().mT  # gate and up
-        per_rank = NUM_EXPERTS // size
-        shard = slice(rank * per_rank, (rank + 1) * per_rank)
+        tokens, shard = whole.cuts(rank, size)
         expected = moe_mlp(whole.input, whole.plan(), w1, whole.w2.mT)
         mine = whole.part(rank, size)
 
@@ -275,8 +208,6 @@ def test_moe_mlp_gives_the_bits_of_one_process(rank: int, size: int, dtype: torc
             return moe_mlp(rows, plan, first, second)
 
         output = expert_parallel(mine.input, mine.plan(), here, dist.group.WORLD, chunks=2)
-        begin = sum(whole.counts[:rank])
-        tokens = slice(begin, begin + len(mine.input))
         assert torch.equal(output, expected[tokens]), f"{name} on {size}, {dtype}: other bits"
         alone = torch.autograd.grad(expected, [whole.input, whole.probs], whole.grad)
         grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
@@ -289,8 +220,7 @@ def _summed_gradients(rank: int, shape: Shape, dtype: torch.dtype) -> None:
     """Weights' gradients, chunk by chunk, against those of one chunk and against float64."""
     size, group = math.prod(shape), group_of(shape)
     whole = problem("random", size, dtype)
-    per_rank = NUM_EXPERTS // size
-    shard = slice(rank * per_rank, (rank + 1) * per_rank)
+    _, shard = whole.cuts(rank, size)
 
     def leaves(p: Problem) -> list[torch.Tensor]:
         both = torch.cat([p.w1, p.w1.flip(0)], 1), p.w2
@@ -334,57 +264,39 @@ def test_chunks_do_not_change_the_weights_gradients(shape: Shape, dtype: torch.d
     threads.run(_summed_gradients, math.prod(shape), shape, dtype)
 
 
-class _Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, events: list[str]) -> torch.Tensor:
-        ctx.events = events
-        events.append("experts")
-        return 2 * rows
+class _Experts(torch.autograd.Function):
+    """Twice the rows; forward and backward are computations of the log."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.events.append("experts backward")
-        return 2 * grad, None
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        with collectives.computing("experts"):
+            return 2 * rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        with collectives.computing("experts backward"):
+            return 2 * grad
 
 
-def _timeline(rank: int) -> list[str]:
-    """Return when each exchange starts, when it is waited for, and when experts compute."""
-    events: list[str] = []
-
-    def recorded(*args: Any, **kwargs: Any) -> collectives.Pending:
-        name = f"exchange {sum(event.startswith('start') for event in events)}"
-        events.append(f"start {name}")
-        pending = send_rows(*args, **kwargs)
-
-        def finish() -> torch.Tensor:
-            events.append(f"wait {name}")
-            return pending.wait()
-
-        return collectives.Pending(finish)
-
+@on_threads(2)
+def test_exchanges_overlap_with_the_experts(rank: int) -> None:
     mine = part_of("random", rank, 2)
-    with mock.patch.object(all_to_all, "send_rows", recorded):
+    with collectives.recorded() as log:
         output = expert_parallel(
             mine.input,
             mine.plan(),
-            lambda rows, _: _Compute.apply(rows, events),
+            lambda rows, _: _Experts.apply(rows),
             dist.group.WORLD,
             chunks=2,
         )
         output.sum().backward()
-    return events
-
-
-def test_exchanges_overlap_with_the_experts(on_processes: OnProcesses) -> None:
-    for events in on_processes(_timeline, 2):
-        first, second = (i for i, event in enumerate(events) if event == "experts")
-        # Exchange 1 (tokens of the second chunk) and 2 (results of the first) run meanwhile.
-        assert events.index("start exchange 1") < first < events.index("wait exchange 1")
-        assert events.index("start exchange 2") < second < events.index("wait exchange 2")
-        first, second = (i for i, event in enumerate(events) if event == "experts backward")
-        # 4 and 5 bring the gradients of the results, 6 and 7 those of the tokens.
-        assert events.index("start exchange 5") < first < events.index("wait exchange 5")
-        assert events.index("start exchange 6") < second < events.index("wait exchange 6")
+    # Of two chunks: what the second waits for, and what is made of the first.
+    assert Counter(log.overlapped()) == {
+        ("tokens to experts", "experts"): 1,
+        ("experts' results", "experts"): 1,
+        ("gradients of results", "experts backward"): 1,
+        ("gradients of tokens", "experts backward"): 1,
+    }
 
 
 def _pack_in_bounds(
@@ -423,18 +335,26 @@ FAULTS: dict[str, Callable[[Problem, RoutingPlan], dict[str, Any]]] = {
 }
 
 
+# What the experts of one rank return instead of their results.
+RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "result": lambda rows: rows[1:],
+    "result dtype": lambda rows: rows.double(),
+    "result type": lambda rows: None,
+}
+
+
 def _one_is_wrong(rank: int, fault: str, shape: Shape, wrong: int, chunks: int) -> str:
     """Call with something wrong on one rank (or with ranks that disagree) and return the error."""
     mine, group = part_of("uneven", rank, 8), group_of(shape)
     given: dict[str, Any] = {"input": mine.input, "plan": mine.plan(), "chunks": chunks}
-    given |= {"reduce": "source", "validate": fault == "result"}
+    given |= {"reduce": "source", "validate": fault in RESULTS}
     if rank == wrong and fault in FAULTS:
         given |= FAULTS[fault](mine, given["plan"])
     if fault == "divides":
         given["plan"] = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
 
     def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return rows[1:] if rank == wrong and fault == "result" else rows
+        return RESULTS[fault](rows) if rank == wrong and fault in RESULTS else rows
 
     try:
         expert_parallel(given.pop("input"), given.pop("plan"), here, group, **given)
@@ -461,6 +381,9 @@ def _errors(fault: str, shape: Shape = (8,), wrong: int = 2, chunks: int = 1) ->
         ("permutation", "ValueError: expert_parallel: plan must have", "out of range"),
         ("chunks", "ValueError: expert_parallel: chunks must be from 1 to 8, got 9", "do not fit"),
         ("reduce", "ValueError: expert_parallel: reduce must be 'source' where", "do not fit"),
+        ("result", "ValueError: moe_combine: output must be of shape", "do not fit"),
+        ("result dtype", "TypeError: moe_combine: output must have the dtype", "wrong type"),
+        ("result type", "TypeError: moe_combine: output must be a torch.Tensor", "wrong type"),
     ],
 )
 def test_bad_input_on_one_rank_raises_on_all(fault: str, own: str, others: str) -> None:
@@ -497,36 +420,6 @@ def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(fault: str, chun
         assert "output must be of shape" in errors[6]
         assert all("a rank of node 1 got" in error for error in errors[:4]), errors
         assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
-
-
-def _bad_result(rank: int, fault: str, wrong: int) -> str:
-    mine = part_of("uneven", rank, dist.get_world_size())
-    validate = dist.get_world_size() > 1
-    rows, _, handle = moe_dispatch(mine.input, mine.plan(), dist.group.WORLD, validate=validate)
-    results: Any = rows
-    if rank == wrong:
-        results = {"shape": rows[:-1], "dtype": rows.double(), "type": None}[fault]
-    try:
-        moe_combine(results, handle)
-    except (TypeError, ValueError) as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("fault", "own"),
-    [
-        ("shape", "ValueError: moe_combine: output must be of shape"),
-        ("dtype", "TypeError: moe_combine: output must have the dtype of the rows"),
-        ("type", "TypeError: moe_combine: output must be a torch.Tensor"),
-    ],
-)
-def test_bad_results_on_one_rank_raise_on_all(fault: str, own: str) -> None:
-    """On a rank alone also without validation."""
-    assert threads.run(_bad_result, 1, fault, 0)[0].startswith(own)
-    for rank, error in enumerate(threads.run(_bad_result, 8, fault, 5)):
-        assert error.startswith(own if rank == 5 else "ValueError: moe_combine: rank 5"), error
 
 
 @on_threads(1)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from one_process import full_tensor
-from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -15,8 +14,6 @@ from fusedops.models import ParallelConfig, Transformer, initialize, parallelize
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.pipeline import EMBEDDING
 from fusedops.optim import AdamW
-from fusedops.parallel import BucketedAllReduce
-from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -198,59 +195,3 @@ def test_modules_of_ones_own_share_a_parameter_in_half_precision() -> None:
     plain, sharded = (threads.run(_tied, 2, RECIPE | {"zero": zero})[1] for zero in (0, 1))
     for one, other in zip(plain, sharded, strict=True):
         torch.testing.assert_close(one.to(HALF), other.to(HALF))
-
-
-def _linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(6, 5).to(HALF)
-
-
-def _backward(layer: nn.Linear, rank: int, number: int) -> None:
-    generator = torch.Generator().manual_seed(100 * rank + number)
-    layer(torch.randn(4, 6, generator=generator).to(HALF)).square().sum().backward()
-
-
-def _reduced(rank: int, ordered: bool) -> tuple[int, list[torch.Tensor]]:
-    """Return in how many places gradients were, and those of two steps."""
-    layer = _linear()
-    for parameter in layer.parameters():
-        parameter.grad_dtype = torch.float32
-    group = dist.group.WORLD
-    assert group is not None
-    reducer = BucketedAllReduce([list(layer.parameters())], group, ordered=ordered)
-    data, grads, places = GradientSync([reducer]), [], set()
-    for number in range(2 * MICROBATCHES):
-        data.begin(last=number % MICROBATCHES == MICROBATCHES - 1)
-        _backward(layer, rank, number)
-        places |= {p.grad.untyped_storage().data_ptr() for p in layer.parameters()}
-        if number % MICROBATCHES == MICROBATCHES - 1:
-            grads += [parameter.grad.clone() for parameter in layer.parameters()]
-            layer.zero_grad()
-    return len(places), grads
-
-
-def _bfloat16_gradients(rank: int, number: int) -> list[torch.Tensor]:
-    layer = _linear()
-    _backward(layer, rank, number)
-    return [parameter.grad.float() for parameter in layer.parameters()]
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_gradients_are_accumulated_in_the_buffer_that_is_reduced(ordered: bool) -> None:
-    """Each rank's micro-batches first; ordered sums add the ranks' first, and need more memory."""
-    expected = []
-    for step in range(2):
-        sums = [[torch.zeros(5, 6), torch.zeros(5)] for _ in range(2)]
-        for number in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
-            mine, theirs = (_bfloat16_gradients(rank, number) for rank in range(2))
-            if ordered:
-                mine = [grad + other for grad, other in zip(mine, theirs, strict=True)]
-                theirs = [torch.zeros_like(grad) for grad in theirs]
-            for total, parts in zip(sums, (mine, theirs), strict=True):
-                for grad, part in zip(total, parts, strict=True):
-                    grad += part
-        expected += [grad + other for grad, other in zip(*sums, strict=True)]
-    for places, grads in threads.run(_reduced, 2, ordered):
-        assert (places == 1) == (not ordered)
-        for grad, other in zip(grads, expected, strict=True):
-            assert grad.dtype == torch.float32 and torch.equal(grad, other)

@@ -15,7 +15,6 @@ from one_process import SEED, Step, assert_one_process, full_tensor, run_step, s
 from run_ranks import on_threads
 from torch import nn
 
-from fusedops import UnsupportedError
 from fusedops.checkpoint.tensors import State
 from fusedops.generation import generate
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
@@ -111,7 +110,7 @@ def _seeded_step(seed: int, values: dict[str, Any], own_loop: bool) -> Step:
         ({"dp": 2, "tp": 2, "zero": 3}, False),
         ({"tp": 2, "sp": True}, True),
         ({"cp": 2}, False),
-        ({"pp": 2, "microbatches": 2}, False),
+        ({"pp": 2, "tp": 2, "microbatches": 2, "overlap_microbatches": True}, False),
     ],
     ids=str,
 )
@@ -309,12 +308,3 @@ def _compiled(rank: int, name: str, values: dict[str, Any]) -> float:
 )
 def test_a_parallel_model_compiles(on_processes: OnProcesses, name: str, values: Any) -> None:
     assert max(on_processes(_compiled, 2, name, values)) < 1e-12
-
-
-def test_dtypes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="param_dtype must be one of"):
-        ParallelConfig(dp=2, param_dtype="float32")
-    with pytest.raises(UnsupportedError, match="param_dtype must be None with ep_deterministic"):
-        ParallelConfig(dp=2, ep=2, ep_deterministic=True, param_dtype="bfloat16")
-    with pytest.raises(ValueError, match="reduce_dtype must be one of"):
-        ParallelConfig(dp=2, zero=1, reduce_dtype="float64")

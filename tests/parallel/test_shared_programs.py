@@ -209,23 +209,6 @@ def test_disagreement_about_a_root(on_processes: OnProcesses, kind: str) -> None
     _assert_all_ranks_raise(on_processes, 4, common, replace(common, root=2), "first")
 
 
-def _waits_in_other_orders(rank: int) -> list[float]:
-    """Two sums, and a sum and a gather, that every other rank waits for backwards."""
-    group = dist.group.WORLD
-    tensors = [torch.full((64,), float(each)) for each in (1, 2, 3)]
-    pending = [collectives.all_reduce(tensor, group) for tensor in tensors]
-    pending.append(collectives.all_gather(torch.full((1,), float(rank)), group))
-    for each in reversed(pending) if rank % 2 else pending:
-        each.wait()
-    return [float(each[-1]) for each in tensors]
-
-
-def test_sums_of_many_ranks_keep_their_place_in_any_order_of_waits(
-    on_processes: OnProcesses,
-) -> None:
-    assert on_processes(_waits_in_other_orders, 8) == [[8.0, 16.0, 24.0]] * 8
-
-
 def _blocks_elsewhere(rank: int, ranks: int, how: str) -> float:
     """Rank 0 waits at once; the others first block in something that rank 0 does afterwards."""
     members = list(range(ranks))

@@ -6,18 +6,15 @@ where gloo itself is the point.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from one_process import assert_one_process, tiny
+from one_process import SEED, assert_one_process, one_process_engine, shards_of, tiny
 from run_ranks import on_threads
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fusedops import UnsupportedError
 from fusedops.checkpoint import Checkpointer
-from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.pipeline import PipelineEngine
 from fusedops.parallel import timeline
@@ -140,23 +137,13 @@ def test_four_ranks(schedule: str) -> None:
     _assert_stages("tiny-gpt2", values, num_layers=8)
 
 
-LAYERS, WORDS, SEED = 4, 64, 3
-
-
-def _model(name: str) -> Transformer:
-    sizes = {"num_layers": LAYERS, "vocab_size": WORDS, "seq_len": 16}
-    return Transformer(replace(preset(name), **sizes), device="meta")
-
-
 def _spread(name: str, **values: Any) -> TrainEngine:
-    return parallelize(_model(name), ParallelConfig(**values), seed=SEED)
+    model = Transformer(_config(name), dtype=torch.float64, device="meta")
+    return parallelize(model, ParallelConfig(**values), seed=SEED)
 
 
 def _step(run: TrainEngine) -> None:
-    tokens = torch.arange(run.config.microbatches * 17).reshape(-1, 17) % WORDS
-    parts = [token[None] for token in tokens]
-    shards = [run.shard_batch(part[:, :-1], part[:, 1:]) for part in parts]
-    run.step(shards, run.count(torch.stack([shard.labels for shard in shards])))
+    run.step(*shards_of(run))
 
 
 class _Products(TorchDispatchMode):
@@ -191,7 +178,7 @@ def _observed(rank: int, schedule: str, microbatches: int) -> Any:
 def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
     """As many micro-batches are alive as the formulae say, and a backward in two parts multiplies
     as often as a whole one."""
-    microbatches = 6
+    microbatches = 8
     found = threads.run(_observed, 2, schedule, microbatches)
     order = found[0][2]
     line = timeline([log for log, _, _ in found])
@@ -201,7 +188,7 @@ def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
     if schedule in ("gpipe", "1f1b"):
         assert line.alive() == ([microbatches] * 2 if schedule == "gpipe" else [2, 1])
     with _Products() as products:
-        _step(_one_process("tiny-llama", microbatches))
+        _step(one_process_engine(_config("tiny-llama"), microbatches))
     assert sum(each[1] for each in found) == products.total
 
 
@@ -233,39 +220,12 @@ def _keeps(rank: int, schedule: str, microbatches: int) -> int:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
     one = threads.run(_keeps, 2, "1f1b", 1)
-    alive = timeline(schedule, 2, 6).alive()
-    for kept, single, parts in zip(threads.run(_keeps, 2, schedule, 6), one, alive, strict=True):
+    alive = timeline(schedule, 2, 8).alive()
+    for kept, single, parts in zip(threads.run(_keeps, 2, schedule, 8), one, alive, strict=True):
         if schedule == "zero_bubble":  # between its parts a backward needs less
             assert single < kept <= parts * single
         else:
             assert kept == parts * single
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@on_threads(2)
-def test_an_output_that_was_sent_does_not_wait_for_its_backward(rank: int, schedule: str) -> None:
-    """No output of the first stage is there when it begins a forward."""
-    run = _spread("tiny-llama", pp=2, microbatches=6, pipeline_schedule=schedule)
-    _step(run)
-    assert run.pipeline is not None
-    driver = run.pipeline.driver
-    outputs: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-
-    def observed(compute: Any, stage: int, microbatch: int, input: torch.Tensor | None) -> Any:
-        nonlocal most
-        most = max(most, sum(output() is not None for output in outputs))
-        passed, share = compute(stage, microbatch, input)
-        if passed is not None:
-            outputs.append(weakref.ref(passed))
-        return passed, share
-
-    original = driver.step
-    with mock.patch.object(
-        driver, "step", lambda compute, *args: original(partial(observed, compute), *args)
-    ):
-        _step(run)
-    assert most == 0 or rank == 1
 
 
 def _goes_on(folder: str, run: TrainEngine) -> dict[str, torch.Tensor]:
@@ -285,14 +245,8 @@ def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]
     return _goes_on(folder, _spread("tiny-gpt2", pp=2, microbatches=4, pipeline_schedule=schedule))
 
 
-def _one_process(name: str, microbatches: int) -> TrainEngine:
-    model = _model(name).to_empty(device="cpu")
-    initialize(model, SEED)
-    return TrainEngine(model, ParallelConfig(microbatches=microbatches))
-
-
 def _alone(folder: str) -> dict[str, torch.Tensor]:
-    return _goes_on(folder, _one_process("tiny-gpt2", 4))
+    return _goes_on(folder, one_process_engine(_config("tiny-gpt2"), 4))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -69,26 +69,6 @@ def _transfers(
     return found
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (16, 32), (2, 8)])
-def test_bubbles_are_those_of_the_formula(name: str, ranks: int, microbatches: int) -> None:
-    found = timeline(name, ranks, microbatches, costs={"F": 2.0, "I": 1.5, "W": 3.0})
-    assert found.bubble() == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "virtual"), [(4, 8, 2), (2, 8, 4), (4, 16, 3)])
-def test_stages_by_turns_divide_the_bubble(ranks: int, microbatches: int, virtual: int) -> None:
-    found = timeline("interleaved", ranks, microbatches, virtual=virtual)
-    wanted = (ranks - 1) / (virtual * microbatches + ranks - 1)
-    assert found.bubble() == pytest.approx(wanted)
-
-
-def test_halves_of_backwards_fill_the_bubble() -> None:
-    """With forward and both parts of the backward alike."""
-    bubbles = {name: timeline(name, 4, 16).bubble() for name in ("1f1b", "zero_bubble", "zbv")}
-    assert bubbles["zbv"] < bubbles["zero_bubble"] < bubbles["1f1b"]
-
-
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 2), (2, 16)])
 def test_activations_that_live_at_a_time(ranks: int, microbatches: int) -> None:
     assert timeline("gpipe", ranks, microbatches).alive() == [microbatches] * ranks

@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 from command_runs import command, ended, wait_for_steps, write_config
-from process_pool import CONTEXT, start_process
+from run_ranks import CONTEXT, start_process
 from torch import distributed as dist
 from train_runs import around_backward, config, died, resumed, same_bits, uninterrupted
 from typer.testing import CliRunner

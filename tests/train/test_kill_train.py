@@ -17,7 +17,7 @@ import command_runs
 import psutil
 import pytest
 from command_runs import assert_same_end, wait_for_steps, write_config
-from process_pool import start_process
+from run_ranks import start_process
 from torch import distributed as dist
 from train_runs import STEPS, config, digest, lines
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_pool import on_fresh_ranks
+from run_ranks import on_fresh_ranks
 from train_runs import STEPS, Watching, around_backward, config, digest, whole
 
 from fusedops._core import dtypes, env

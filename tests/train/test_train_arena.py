@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import on_fresh_ranks
+from run_ranks import on_fresh_ranks
 from train_runs import Watching, config, digest, same_bits, uninterrupted, whole
 
 from fusedops._core import extension

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import full_tensor
-from process_pool import on_fresh_ranks
+from run_ranks import on_fresh_ranks
 from torch.overrides import TorchFunctionMode
 from train_runs import Watching, around_backward, config, lines, resumed
 

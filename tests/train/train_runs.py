@@ -1,4 +1,4 @@
-"""A small training run, which tests also start on several ranks (``process_pool.py``)."""
+"""A small training run, which tests also start on several ranks (``run_ranks.py``)."""
 
 from __future__ import annotations
 
