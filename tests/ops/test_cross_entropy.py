@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import moe_route, moe_router_loss
-from fusedops.ops.linear_cross_entropy import keeps_logits
 
 BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -171,31 +168,6 @@ def test_the_loss_does_not_depend_on_the_chunks(reduction: str) -> None:
         for size in (None, 2048, 6144, 10000)
     ]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
-
-
-def test_a_rows_gradient_does_not_depend_on_its_batch() -> None:
-    hidden, weight, target = linear_inputs(40, 24, 5000, torch.bfloat16)
-
-    def gradient(rows: slice) -> torch.Tensor:
-        part = hidden.detach()[rows].requires_grad_()
-        loss = fusedops.linear_cross_entropy(part, weight, target[rows], reduction="sum")
-        return torch.autograd.grad(loss, part)[0]
-
-    whole = gradient(slice(None))
-    for rows in (slice(0, 1), slice(3, 20), slice(17, 40)):
-        assert torch.equal(gradient(rows), whole[rows])
-
-
-@pytest.mark.parametrize(
-    ("rows", "kept"), [(4096, True), (4097, False)], ids=["512 MiB", "a row more"]
-)
-def test_on_the_cpu_logits_are_kept_up_to_a_bound(rows: int, kept: bool) -> None:
-    given: dict[str, Any] = {"device": "cpu", "requires_grad": True}
-    with FakeTensorMode():  # nothing is allocated
-        hidden, weight = torch.empty(rows, 8, **given), torch.empty(32768, 8, **given)
-        assert keeps_logits(None, hidden, weight, None) is kept
-        assert not keeps_logits(True, hidden, weight, None)
-        assert not keeps_logits(None, hidden.detach(), weight.detach(), None)
 
 
 class LargestTensor(TorchDispatchMode):

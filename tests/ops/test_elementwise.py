@@ -309,11 +309,6 @@ def test_a_row_without_keys_gives_zeros(kind: str, dtype: torch.dtype, backend: 
     empty = torch.zeros_like(y[:, 3])
     assert torch.equal(y[:, 3], empty) and torch.equal(grads[0][:, 3], empty)
     assert all(grad.isfinite().all() for grad in (y, *grads))
-    total = y.detach().double().sum(-1)
-    exact = torch.ones_like(total)
-    exact[:, 3] = 0.0
-    spread = exact * (1 + torch.finfo(dtype).eps)
-    assert_close(total.to(dtype), exact, spread.to(dtype), "sums of rows", depth=37)
 
 
 @by_backend
