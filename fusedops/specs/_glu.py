@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fusedops.specs.make import TensorFactory, with_extremes
-from fusedops.specs.spec import BenchCase, Sample
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes
 
 
 def samples(new: TensorFactory) -> list[Sample]:
@@ -24,6 +26,11 @@ def samples(new: TensorFactory) -> list[Sample]:
         Sample("chunks_of_several_blocks", chunks(3, 4099)),
         Sample("empty", (new(0, 5), new(0, 5))),
     ]
+
+
+def bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(3, 8, device=device)
+    return [bad_changes(gate=x, up=x)("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1])]
 
 
 def case(rows: int, columns: int, *others: Any, chunks: bool = False) -> BenchCase:

@@ -105,9 +105,6 @@ def bad_plans(input: torch.Tensor, plan: RoutingPlan) -> list[BadInput]:
     return [
         bad("rows", "plan.num_tokens", f"{rows} rows", str(rows - 1), "input", input=input[1:]),
         bad("dims", "input", "2 dims", input=input[0]),
-        bad("integers", "input", "int32", error=TypeError, input=input.int()),
-        bad("list", "input", "list", error=TypeError, input=[1.0]),
-        bad("no_plan", "plan", "RoutingPlan", "Tensor", error=TypeError, plan=plan.positions),
         bad_plan("past_the_end", str(plan.positions.numel()), positions=far),
         bad_plan("negative", "-1", positions=below),
         bad_plan("wide", "int32", "int64", error=TypeError, positions=long),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.specs import _add_norm, depth
 from fusedops.specs.make import TensorFactory
 from fusedops.specs.rms_norm import eager_rms_norm
-from fusedops.specs.spec import BadInput, Sample, bad_changes, describe
+from fusedops.specs.spec import Sample, describe
 
 
 def _samples(new: TensorFactory) -> list[Sample]:
@@ -27,19 +25,10 @@ def _samples(new: TensorFactory) -> list[Sample]:
     ]
 
 
-def _bad_inputs(device: torch.device) -> list[BadInput]:
-    x = torch.randn(3, 8, device=device)
-    bad = bad_changes(input=x, residual=x, normalized_shape=(8,))
-    return [
-        *_add_norm.bad_inputs(device),
-        bad("rounding", "rounding", "'hf'", rounding="llama"),
-        bad("offset_type", "weight_offset", error=TypeError, weight_offset="1"),
-    ]
-
-
 _case = _add_norm.case_function(takes_bias=False)
+_eager = _add_norm.eager(eager_rms_norm)
 
-SPEC = describe(add_rms_norm, _add_norm.eager(eager_rms_norm), _samples, _bad_inputs, _case)(
+SPEC = describe(add_rms_norm, _eager, _samples, _add_norm.bad_inputs, _case)(
     bench_cases=_add_norm.cases(_case),
     summary="dropout, residual sum and root-mean-square normalisation",
     autocast="norm",

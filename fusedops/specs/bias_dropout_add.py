@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.specs import _add_norm, depth
 from fusedops.specs.make import TensorFactory
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -52,20 +52,14 @@ def _samples(new: TensorFactory) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, bias = torch.randn(3, 8, device=device), torch.ones(8, device=device)
-    narrow = torch.zeros(3, 8, device=device, dtype=torch.float8_e4m3fn)
     bad = bad_changes(input=x, bias=bias, residual=x)
     return [
         bad("residual_shape", "residual", "[3, 8]", residual=x[:2]),
-        bad("no_residual", "residual", "NoneType", error=TypeError, residual=None),
-        bad("residual_dtype", "residual", "float8_e4m3fn", error=TypeError, residual=narrow),
-        bad("bias_float8", "bias", "float8_e4m3fn", error=TypeError, bias=narrow[0]),
         bad("bias_shape", "bias", "[8]", "[7]", bias=bias[:7]),
         bad("bias_rank", "bias", "[8]", "[3, 8]", bias=x),
         bad("bias_of_a_scalar", "input", input=x.sum(), residual=x.sum()),
         bad("p_above", "p ", "1.5", p=1.5),
         bad("p_below", "p ", "-0.1", p=-0.1),
-        bad("p_type", "p ", "str", error=TypeError, p="0.1"),
-        *wrong_tensors(bad, may_be_wide=["bias", "residual"], input=x, bias=bias, residual=x),
     ]
 
 

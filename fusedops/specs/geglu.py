@@ -10,7 +10,7 @@ from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANT
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, depth
 from fusedops.specs.make import TensorFactory, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BenchCase, Sample, describe
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -43,22 +43,11 @@ def _samples(new: TensorFactory) -> list[Sample]:
     return [*variants, *extremes, *_glu.samples(new)]
 
 
-def _bad_inputs(device: torch.device) -> list[BadInput]:
-    x = torch.randn(3, 8, device=device)
-    bad = bad_changes(gate=x, up=x)
-    return [
-        bad("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1]),
-        bad("variant", "approximate", "'erf'", "'none'", approximate="erf"),
-        bad("near_variant", "did you mean 'tanh'", approximate="tan"),
-        *wrong_tensors(bad, gate=x, up=x),
-    ]
-
-
 def _sized(rows: int, columns: int, approximate: str = "tanh") -> BenchCase:
     return _glu.case(rows, columns, approximate)
 
 
-SPEC = describe(geglu, _eager, _samples, _bad_inputs, _sized)(
+SPEC = describe(geglu, _eager, _samples, _glu.bad_inputs, _sized)(
     non_finite=(_eager, _with_tails),
     bench_cases=(
         _glu.case(4096, 4096, "tanh").headlined(),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import depth
 from fusedops.specs.make import TensorFactory, common_offset
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _samples(new: TensorFactory) -> list[Sample]:
@@ -41,15 +41,10 @@ def bad_inputs_of_norms(device: torch.device) -> list[BadInput]:
     """Return the calls that must raise in ``rms_norm`` too."""
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
     bad = bad_changes(input=x, normalized_shape=(8,))
-    sizes = ("normalized_shape", "tuple of ints")
     return [
         bad("normalized_shape", "normalized_shape", "7", normalized_shape=(7,)),
-        bad("one_size", *sizes, "got 8", error=TypeError, normalized_shape=8),
-        bad("a_number", *sizes, "got 8.0", error=TypeError, normalized_shape=8.0),
         bad("no_shape", "normalized_shape", normalized_shape=()),
         bad("weight_shape", "weight", "[8]", "[7]", weight=weight[:7]),
-        bad("eps_type", "eps", "str", error=TypeError, eps="small"),
-        *wrong_tensors(bad, input=x, weight=weight),
     ]
 
 

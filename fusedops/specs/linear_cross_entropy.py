@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import cross_entropy
 from fusedops.specs.make import TensorFactory, common_offset
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _eager(
@@ -101,19 +101,14 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("weight_shape", "weight", "[8, 5]", weight=weight.t()),
         bad("no_classes", "weight", "one class", weight=weight[:0]),
         bad("bias_shape", "bias", "[4]", bias=bias[1:]),
-        bad("bias_dtype", "bias", "16", error=TypeError, bias=bias.half()),
         bad("target_shape", "target", "[2]", target=target[:2]),
         bad("target_dtype", "target", "int32", error=TypeError, target=target.int()),
         bad("swapped", "weight", "int64", error=TypeError, weight=target, target=weight),
         bad("too_large", "target", "5 at row 2", target=target + 1),
         bad("negative", "target", "-1 at row 1", target=target - 1),
         bad("reduction", "reduction", "'avg'", reduction="avg"),
-        bad("smoothing", "label_smoothing", "str", error=TypeError, label_smoothing="0.1"),
         bad("softcap", "softcap", "-1.0", softcap=-1.0),
         bad("chunk_size", "chunk_size", "0", chunk_size=0),
-        bad("recompute", "recompute", "int", error=TypeError, recompute=1),
-        bad("chunk_size_type", "chunk_size", "float", error=TypeError, chunk_size=2.0),
-        *wrong_tensors(bad, hidden=x, weight=weight, target=target, bias=bias),
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
 from fusedops.specs.make import TensorFactory
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -121,9 +121,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("count", "num_rows", "one", num_rows=index),
         bad("span", "span", "index", expert_ids=ids, span=2),
         bad("span_negative", "span", "-1", expert_ids=ids, index=index, span=-1),
-        bad("span_type", "span", "NoneType", error=TypeError, span=None),
-        bad("quantized", "quantized", "None", error=TypeError, quantized=None),
-        *wrong_tensors(bad, may_be_wide=["probs"], input=x, probs=probs, expert_ids=ids),
     ]
 
 

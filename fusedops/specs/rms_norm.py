@@ -11,7 +11,7 @@ from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
 from fusedops.specs.make import TensorFactory, common_offset
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
+from fusedops.specs.spec import BenchCase, Sample, describe
 
 
 def eager_rms_norm(
@@ -60,15 +60,6 @@ def _samples(new: TensorFactory) -> list[Sample]:
     ]
 
 
-def _bad_inputs(device: torch.device) -> list[BadInput]:
-    bad = bad_changes(input=torch.randn(3, 8, device=device), normalized_shape=(8,))
-    return [
-        *bad_inputs_of_norms(device),
-        bad("rounding", "rounding", "'hf'", rounding="hg"),
-        bad("offset_type", "weight_offset", "None", error=TypeError, weight_offset=None),
-    ]
-
-
 def _case(rows: int, columns: int, rounding: str = "torch") -> BenchCase:
     def make(new: TensorFactory) -> Sample:
         data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
@@ -79,7 +70,7 @@ def _case(rows: int, columns: int, rounding: str = "torch") -> BenchCase:
     return BenchCase.moving(label, make, (2 * size, 3 * size))
 
 
-SPEC = describe(rms_norm, eager_rms_norm, _samples, _bad_inputs, _case)(
+SPEC = describe(rms_norm, eager_rms_norm, _samples, bad_inputs_of_norms, _case)(
     bench_cases=(
         _case(4096, 768),
         _case(4096, 1024).headlined(),

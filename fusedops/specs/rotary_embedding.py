@@ -9,7 +9,7 @@ import torch
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.specs import depth
 from fusedops.specs.make import TensorFactory
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe, wrong_tensors
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("sin_batch", "sin", "[1, 3, 8]", sin=sin[:1]),
         bad("odd_table", "cos", "even", "5", cos=odd, sin=odd),
         bad("wide_table", "cos", "8", query=q[..., :4], key=k[..., :4]),
-        bad("no_tensor", "key", "NoneType", error=TypeError, key=None),
-        *wrong_tensors(bad, query=q, key=k, cos=cos, sin=sin),
     ]
 
 

@@ -7,7 +7,7 @@ and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,32 +86,6 @@ def bad_changes(**call: Any) -> Callable[..., BadInput]:
         return BadInput(name, args, changes, error, mentions)
 
     return changed
-
-
-def wrong_tensors(
-    bad: Callable[..., BadInput], *, may_be_wide: Collection[str] = (), **tensors: torch.Tensor
-) -> list[BadInput]:
-    """Return calls with one argument that is no tensor, or has another dtype or device.
-
-    ``tensors`` are right float32 or integer arguments, which must match the first one, but for
-    those that ``may_be_wide``: float64 where others are float32.
-    """
-    calls = []
-    for number, (name, tensor) in enumerate(tensors.items()):
-        other = torch.int64 if tensor.is_floating_point() else torch.float32
-        changes: list[tuple[Any, str, type[Exception]]] = [
-            ([1.0], "list", TypeError),
-            (tensor.to(other), str(other).removeprefix("torch."), TypeError),
-        ]
-        if number:
-            changes.append((tensor.to("meta"), "meta", ValueError))
-            if tensor.is_floating_point() and name not in may_be_wide:
-                changes.append((tensor.double(), "float64", TypeError))
-        calls += [
-            bad(f"{name}_{word}", name, word, error=error, **{name: value})
-            for value, word, error in changes
-        ]
-    return calls
 
 
 @dataclass(frozen=True)

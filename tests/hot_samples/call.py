@@ -6,20 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from fusedops.specs.make import randn
-
-
-@dataclasses.dataclass(frozen=True)
-class New:
-    """Makes random tensors: ``randn`` on a device, in the dtype of a call's data by default."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def __call__(self, *shape: int, **options: Any) -> torch.Tensor:
-        return randn(*shape, **{"device": self.device, "dtype": self.dtype, **options})
+from fusedops.specs.make import TensorFactory as New
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,19 +187,6 @@ def test_compiles_into_one_graph() -> None:
     assert torch.equal(compiled(input), module(input))
 
 
-def test_no_token_and_one_token() -> None:
-    module = _ours("Qwen2Moe")
-    assert module(torch.ones(0, HIDDEN)).shape == (0, HIDDEN)
-    module(torch.ones(0, HIDDEN)).sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in module.experts.parameters())
-    rows = torch.randn(3, HIDDEN)
-    plan, alone = module.route(rows), module.route(rows[1])
-    experts = module.experts
-    assert torch.equal(plan.expert_ids[1], alone.expert_ids[0])
-    alone = alone.with_probs(plan.probs[1:2])
-    assert torch.equal(experts(rows, plan)[1], experts(rows[1:2], alone)[0])
-
-
 def test_the_bias_of_the_choices_stays_float32() -> None:
     module = fusedops.nn.MoE(*SIZES, **DEEPSEEK, device="meta", dtype=torch.bfloat16)
     assert module.gate.e_score_correction_bias.dtype == torch.float32

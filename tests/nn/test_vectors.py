@@ -35,11 +35,6 @@ def test_patterns_match_exactly_the_vectors(name: str) -> None:
     assert {n for n in names if any(fnmatchcase(n, p) for p in patterns)} == _vectors(model)
 
 
-def test_a_pattern_that_matches_a_matrix_is_no_pattern_of_vectors() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    assert vector_patterns(model) == ("*.bias", "1.weight")
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_training_decays_exactly_matrices_and_embeddings(name: str) -> None:
     """By a step of the optimizer that it makes by default, with gradients of 0."""

@@ -348,7 +348,7 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @each_sample()
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded_grad"])
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "expanded_grad"])
 def test_strides_do_not_change_the_result(spec: Spec, sample_name: str, layout: str) -> None:
     sample = sample_named(spec, sample_name, torch.float32)
     if layout == "expanded_grad":
@@ -357,11 +357,17 @@ def test_strides_do_not_change_the_result(spec: Spec, sample_name: str, layout: 
             for call, make in ((sample, _expanded_ones), (fresh(sample), torch.ones_like))
         )
         return assert_same_bits(expanded, dense)
-    relayout = _transposed if layout == "transposed" else _sliced
+    shape = sample.args[0].shape
+    relayout = {
+        "transposed": _transposed,
+        "sliced": _sliced,
+        "expanded": lambda tensor: _expanded(tensor) if tensor.shape == shape else tensor,
+    }[layout]
     strided = sample.map(
         lambda tensor: relayout(tensor.detach()).requires_grad_(tensor.requires_grad)
     )
-    assert_same_bits(run(spec.op, strided), run(spec.op, sample))
+    dense = strided.map(lambda t: t.detach().contiguous().requires_grad_(t.requires_grad))
+    assert_same_bits(run(spec.op, strided), run(spec.op, dense))
 
 
 def _expanded_ones(output: torch.Tensor) -> torch.Tensor:
@@ -379,78 +385,56 @@ def _sliced(tensor: torch.Tensor) -> torch.Tensor:
     return wide[..., 0]
 
 
-@by_spec
-def test_expanded_inputs_work(spec: Spec) -> None:
-    sample = first(spec)
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:1].expand(tensor.shape) if tensor.dim() else tensor
+
+
+by_spec_of_rows = pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if spec.rows_are_independent], ids=lambda spec: spec.name
+)
+
+
+def _rows(sample: Sample, count: int) -> Sample:
+    """Return the call with the first rows of each tensor that has one for each row of the first."""
     shape = sample.args[0].shape
 
-    def expand(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape != shape:
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        has_rows = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        has_indices = not tensor.is_floating_point() and tensor.shape == shape[:-1]
+        if not has_rows and not has_indices:
             return tensor
-        return tensor.detach()[:1].expand(tensor.shape).requires_grad_(tensor.requires_grad)
+        return tensor.detach()[:count].clone().requires_grad_(tensor.requires_grad)
 
-    expanded = sample.map(expand)
-    assert_same_bits(run(spec.op, expanded), run(spec.op, expanded.map(_dense)))
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
+    return sample.map(part)
 
 
-@by_spec
+@by_spec_of_rows
 def test_offsets_past_2_to_the_31_elements(spec: Spec) -> None:
     """Rows that lie 2**31 elements apart in (mostly untouched) memory give the same result."""
-    sample = first(spec, torch.bfloat16)
     far = 2**31 + 64
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < 2:
-            return tensor
-        two = tensor.detach()[:2]
-        memory = torch.empty(far + two[0].numel(), dtype=tensor.dtype)
-        apart = memory.as_strided(two.shape, (far, *two[0].contiguous().stride()))
-        return apart.copy_(two).requires_grad_(tensor.requires_grad)
+        memory = torch.empty(far + tensor[0].numel(), dtype=tensor.dtype)
+        apart = memory.as_strided(tensor.shape, (far, *tensor[0].contiguous().stride()))
+        return apart.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    if not spec.rows_are_independent:
-        pytest.skip("the op is no function of independent rows")
-    two_rows = sample.map(
-        lambda tensor: (
-            tensor.detach()[:2].clone().requires_grad_(tensor.requires_grad)
-            if tensor.shape[:-1] == sample.args[0].shape[:-1] or _is_index_of_rows(tensor, sample)
-            else tensor
-        )
-    )
-    assert_same_bits(
-        run(spec.op, two_rows.map(lambda t: spread(t) if t.shape == two_rows.args[0].shape else t)),
-        run(spec.op, two_rows),
-    )
+    two_rows = _rows(first(spec, torch.bfloat16), 2)
+    shape = two_rows.args[0].shape
+    assert len(shape) > 1
+    spread_rows = two_rows.map(lambda t: spread(t) if t.shape == shape else t)
+    assert_same_bits(run(spec.op, spread_rows), run(spec.op, two_rows))
 
 
-def _is_index_of_rows(tensor: torch.Tensor, sample: Sample) -> bool:
-    """Whether the tensor holds one integer per row of the first argument, as targets do."""
-    return not tensor.is_floating_point() and tensor.shape == sample.args[0].shape[:-1]
-
-
-@by_spec
+@by_spec_of_rows
 def test_a_row_does_not_depend_on_its_batch(spec: Spec) -> None:
-    if not spec.rows_are_independent:
-        pytest.skip("the op is no function of independent rows")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         sample = next(s for s in samples(spec.name, dtype) if s.args[0].shape[0] > 3)
         rows = sample.args[0].shape[0]
         whole = tensors_in(spec.op(*sample.args, **sample.kwargs))
         for count in (1, 3, rows - 1):
-            part = sample.map(
-                lambda tensor, n=count, sample=sample, first=sample.args[0]: (
-                    tensor[:n]
-                    if (tensor.dim() == first.dim() and tensor.shape[0] == first.shape[0])
-                    or _is_index_of_rows(tensor, sample)
-                    else tensor
-                )
-            )
-            for got, want in zip(
-                tensors_in(spec.op(*part.args, **part.kwargs)), whole, strict=True
-            ):
+            part = _rows(sample, count)
+            results = tensors_in(spec.op(*part.args, **part.kwargs))
+            for got, want in zip(results, whole, strict=True):
                 assert torch.equal(got, want[:count]), f"{count} of {rows} rows, {dtype}"
 
 

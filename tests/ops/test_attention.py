@@ -33,36 +33,6 @@ def qkv(
     return new(*shape, key="q"), new(*other, key="k"), new(*other, key="v")
 
 
-@by_backend
-def test_a_query_with_nothing_to_attend_gives_zero_and_gradient_zero(backend: str) -> None:
-    q, k, v = qkv(1, 2, 4, 8)
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    mask[2] = False
-    with fusedops.use_backend(backend):
-        output, lse = fusedops.attention(q, k, v, mask, return_lse=True)
-        grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
-    assert not output[:, :, 2].any() and not grads[0][:, :, 2].any()
-    assert torch.equal(lse[:, :, 2], torch.full((1, 2), -torch.inf))
-    assert all(grad.isfinite().all() for grad in grads)
-
-
-@by_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_least_finite_number_in_a_mask_is_a_number(backend: str, dtype: torch.dtype) -> None:
-    """A row of it is a row of equal scores; next to other numbers it forbids."""
-    q, k, v = qkv(1, 2, 4, 8, dtype=dtype)
-    mask = torch.zeros(4, 4, dtype=dtype)
-    mask[1:] = torch.finfo(dtype).min
-    mask[2, 1], mask[3, 1:] = -torch.inf, 0.0
-    with fusedops.use_backend(backend):
-        output = fusedops.attention(q, k, v, mask)
-        grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
-    ones = torch.ones_like(output)
-    exact, eager = (_written_out(to, (q, k, v), mask, ones) for to in (torch.float64, dtype))
-    for tensors in zip((output, *grads), exact, eager, strict=True):
-        assert_close(*tensors, depth=64)
-
-
 def _written_out(
     dtype: torch.dtype, leaves: Sequence[torch.Tensor], mask: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -119,10 +89,13 @@ def test_two_halves_of_the_keys_merge_into_the_whole(backend: str, dtype: torch.
         assert_close(got, want.double(), want, "merged", depth=40)
 
 
-def test_merging_nothing_with_nothing_is_nothing() -> None:
-    output, lse = torch.zeros(2, 3), torch.full((2,), -torch.inf)
-    merged, merged_lse = fusedops.merge_attention(output, lse, output, lse)
-    assert torch.equal(merged, output) and torch.equal(merged_lse, lse)
+@by_backend
+def test_merging_nothing_with_nothing_is_nothing(backend: str) -> None:
+    forbids_all = torch.zeros(4, 4, dtype=torch.bool)
+    with fusedops.use_backend(backend):
+        nothing = fusedops.attention(*qkv(1, 2, 4, 8), forbids_all, return_lse=True)
+        for output, lse in (nothing, fusedops.merge_attention(*nothing, *nothing)):
+            assert not output.any() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -137,18 +110,6 @@ def test_what_cannot_be_merged_is_named(place: int, shape: tuple[int, ...], said
     halves[place] = torch.zeros(shape)
     with pytest.raises(ValueError, match=f"merge_attention: {said}"):
         fusedops.merge_attention(*halves)
-
-
-def test_packed_sequences_equal_each_on_its_own() -> None:
-    lengths = (5, 0, 70, 33)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, v = (tensor.transpose(0, 1) for tensor in qkv(2, int(ends[-1]), 16))
-    last = int(max(lengths))
-    packed = fusedops.attention_varlen(q, k, v, ends, ends, last, last, is_causal=True)
-    for begin, end in zip(ends[:-1], ends[1:], strict=True):
-        own = [tensor[begin:end].transpose(0, 1) for tensor in (q, k, v)]
-        alone = fusedops.attention(*own, is_causal=True).transpose(0, 1)
-        assert torch.equal(packed[begin:end], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,16 +135,22 @@ def test_gradients_are_closer_than_from_the_rounded_output(dtype: torch.dtype) -
 
 @by_backend
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bias", [-1e4, -1e9, -1e37])
+@pytest.mark.parametrize("bias", [-1e4, -1e9, -1e37, None])
 @pytest.mark.parametrize("per_query", [True, False], ids=["per_query", "per_key"])
 def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
-    backend: str, dtype: torch.dtype, bias: float, per_query: bool
+    backend: str, dtype: torch.dtype, bias: float | None, per_query: bool
 ) -> None:
+    """The least finite number, ``None``, is one too; beside other numbers it forbids."""
+    least = torch.finfo(dtype).min
+    bias = least if bias is None else bias
     if abs(bias) > torch.finfo(dtype).max:
         pytest.skip(f"{dtype} has no such number")
     q, k, v = qkv(1, 2, 4, 8, columns=40, dtype=dtype)
     mask = torch.zeros(4 if per_query else 1, 40, dtype=dtype)
     mask[-1] = bias
+    if per_query:
+        mask[0, 1:7] = least
+        mask[2], mask[2, 5] = least, -torch.inf
     # Scores of zero: what they add to the bias is not lost in rounding, in any dtype.
     q = (q * (mask[:, :1] == 0)).detach().requires_grad_()
     grad = TensorFactory(CPU, dtype)(1, 2, 4, 8, key="grad")
@@ -191,8 +158,8 @@ def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
         output = fusedops.attention(q, k, v, mask)
         ours = torch.autograd.grad(output, (q, k, v), grad)
     exact, eager = (_written_out(to, (q, k, v), mask, grad) for to in (torch.float64, dtype))
-    for name, *tensors in zip("qkv", ours, exact[1:], eager[1:], strict=True):
-        assert_close(*tensors, f"gradient of {name}", depth=40)
+    for name, *tensors in zip(("output", *"qkv"), (output, *ours), exact, eager, strict=True):
+        assert_close(*tensors, f"{name} or its gradient", depth=40)
 
 
 @by_backend

@@ -64,6 +64,20 @@ def test_wrong_values_are_refused_in_clear_words(
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.parametrize("spec", all_specs().values(), ids=list(all_specs()))
+def test_a_tensor_on_another_device_is_named(spec: Spec) -> None:
+    tried: set[str] = set()
+    for sample in spec.samples(CPU, torch.float32):
+        bound = inspect.signature(spec.op).bind(*sample.args, **sample.kwargs)
+        given = dict(bound.arguments)
+        _, *others = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        for name in set(others) - tried:
+            bound.arguments = given | {name: given[name].to("meta")}
+            with pytest.raises(ValueError, match=f"^{spec.name}: .*{name}.*meta"):
+                spec.op(*bound.args, **bound.kwargs)
+            tried.add(name)
+
+
 @pytest.mark.parametrize(("name", "argument"), sorted(TAKES_ANY_NUMBER))
 @pytest.mark.parametrize("number", [NAN, INF, -1.0])
 def test_numbers_that_torch_takes_give_the_formulas_result(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import moe_route, moe_router_loss
-from fusedops.ops.linear_cross_entropy import keeps_logits
 
 BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -173,31 +170,6 @@ def test_the_loss_does_not_depend_on_the_chunks(reduction: str) -> None:
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
-def test_a_rows_gradient_does_not_depend_on_its_batch() -> None:
-    hidden, weight, target = linear_inputs(40, 24, 5000, torch.bfloat16)
-
-    def gradient(rows: slice) -> torch.Tensor:
-        part = hidden.detach()[rows].requires_grad_()
-        loss = fusedops.linear_cross_entropy(part, weight, target[rows], reduction="sum")
-        return torch.autograd.grad(loss, part)[0]
-
-    whole = gradient(slice(None))
-    for rows in (slice(0, 1), slice(3, 20), slice(17, 40)):
-        assert torch.equal(gradient(rows), whole[rows])
-
-
-@pytest.mark.parametrize(
-    ("rows", "kept"), [(4096, True), (4097, False)], ids=["512 MiB", "a row more"]
-)
-def test_on_the_cpu_logits_are_kept_up_to_a_bound(rows: int, kept: bool) -> None:
-    given: dict[str, Any] = {"device": "cpu", "requires_grad": True}
-    with FakeTensorMode():  # nothing is allocated
-        hidden, weight = torch.empty(rows, 8, **given), torch.empty(32768, 8, **given)
-        assert keeps_logits(None, hidden, weight, None) is kept
-        assert not keeps_logits(True, hidden, weight, None)
-        assert not keeps_logits(None, hidden.detach(), weight.detach(), None)
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest output of any operator."""
 
@@ -263,16 +235,6 @@ def test_a_shard_of_the_classes_divides_by_all_of_them(backend: str) -> None:
     results = zip((loss, *grads[:2]), eager(torch.float64), eager(torch.float32), strict=True)
     for i, tensors_of_one in enumerate(results):
         assert_close(*tensors_of_one, f"result {i}", depth=17)
-
-
-def test_uniform_routing_gives_one() -> None:
-    """The source system's factor is 0.05: uniform top-1 routing gives exactly that."""
-    logits = torch.zeros(64, 8)
-    ids = torch.arange(64)[:, None] % 8
-    assert moe_router_loss(logits, ids, form="squared").item() == 1.0
-    assert moe_router_loss(logits, ids).item() == 1.0
-    factor = torch.tensor(0.05)
-    assert moe_router_loss(logits, ids, form="squared", balance=0.05) == factor
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -177,31 +177,26 @@ def test_mixed_dtypes_match_float64_for_each_subset_of_gradients(
             assert_same_bits([part.outputs, part.grads], [whole.outputs, wanted], where)
 
 
-# Samples whose first tensors are in half precision here, and their parameters in float32; and the
-# number of these tensors.
-WIDE_PARAMETERS = {
-    "bias_gelu": (("default", "one_row", "wide"), 1),
-    "rotary_embedding": (("partial", "partial_interleaved"), 2),
-    "scaled_masked_softmax": (("additive", "additive_per_head", "additive_per_row"), 1),
-}
+# Op, sample, and how many of its tensors are in half precision: its parameters are in float32.
+WIDE_PARAMETERS = [
+    ("bias_gelu", "default", 1),
+    ("rotary_embedding", "partial", 2),
+    ("scaled_masked_softmax", "additive_per_row", 1),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "sample_name"),
-    [(name, each) for name, (of, _) in WIDE_PARAMETERS.items() for each in of],
-)
 @pytest.mark.parametrize(
     "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 )
+@pytest.mark.parametrize(("name", "sample_name", "narrow"), WIDE_PARAMETERS)
 def test_wide_parameters_on_other_backends(
-    name: str, sample_name: str, dtype: torch.dtype, backend: str
+    name: str, sample_name: str, narrow: int, backend: str
 ) -> None:
     spec = all_specs()[name]
     samples = spec.samples(torch.device("cpu"), torch.float32)
     (sample,) = [each for each in samples if each.name == sample_name]
-    narrow, count = WIDE_PARAMETERS[name][1], len(sample.tensors)
-    dtypes = (dtype,) * narrow + (torch.float32,) * (count - narrow)
-    with fusedops.use_backend(backend):
-        found = difference_of_mixture(spec, _with(sample, dtypes, (True,) * len(sample.leaves)))
-    assert found is None, found
+    wide, every = (torch.float32,) * (len(sample.tensors) - narrow), (True,) * len(sample.leaves)
+    for half in (torch.bfloat16, torch.float16):
+        with fusedops.use_backend(backend):
+            found = difference_of_mixture(spec, _with(sample, (half,) * narrow + wide, every))
+        assert found is None, f"{half}: {found}"

@@ -14,33 +14,9 @@ import fusedops
 from fusedops._core import philox
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 
-# x, x * sigmoid(1.702 x), its derivative: to the digits that are published.
-FAST_GELU = [
-    (-8.0, "-9.766428866e-06", "-1.540163803e-05"),
-    (-5.0, "-1.007016267e-03", "-1.512193240e-03"),
-    (-1.0, "-0.154204234", "-0.067779607"),
-    (0.0, "0.000000000", "0.500000000"),
-    (0.5, "0.350388437", "0.879221912"),
-    (1.0, "0.845795766", "1.067779607"),
-    (2.0, "1.935658623", "1.073815354"),
-    (4.0, "3.995585276", "1.006401887"),
-    (9.0, "8.999997997", "1.000003187"),
-]
 TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
 by_backend = pytest.mark.parametrize("backend", ["cpp", "torch", TRITON])
 Op = Callable[..., torch.Tensor]
-
-
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-@pytest.mark.parametrize(("x", "value", "slope"), FAST_GELU)
-def test_fast_gelu_has_the_published_values(x: float, value: str, slope: str, backend: str) -> None:
-    leaf = torch.tensor([x], dtype=torch.float64, requires_grad=True)
-    with fusedops.use_backend(backend):
-        y = fusedops.gelu(leaf, "fast")
-        (grad,) = torch.autograd.grad(y.sum(), leaf)
-    for tensor, published in ((y, value), (grad, slope)):
-        digits = ".9e" if "e" in published else ".9f"
-        assert format(tensor.item() + 0.0, digits) == published
 
 
 @pytest.mark.parametrize("approximate", GELU_VARIANTS)
@@ -211,13 +187,6 @@ def test_forward_and_backward_drop_by_the_mask_of_the_seed(
     torch.testing.assert_close(grads[0], torch.where(keep, grads[1] * scale, 0.0))
 
 
-def test_the_bias_and_the_rows_do_not_move_the_mask() -> None:
-    shape = (6, 50)
-    torch.manual_seed(9)
-    output = fusedops.bias_dropout_add(torch.zeros(shape), torch.ones(50), torch.zeros(shape), 0.5)
-    assert torch.equal(output != 0, expected_mask(shape, 0.5, 9))
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_kept_elements_have_their_rate_and_are_independent(p: float) -> None:
     count = 1 << 20
@@ -340,11 +309,6 @@ def test_a_row_without_keys_gives_zeros(kind: str, dtype: torch.dtype, backend: 
     empty = torch.zeros_like(y[:, 3])
     assert torch.equal(y[:, 3], empty) and torch.equal(grads[0][:, 3], empty)
     assert all(grad.isfinite().all() for grad in (y, *grads))
-    total = y.detach().double().sum(-1)
-    exact = torch.ones_like(total)
-    exact[:, 3] = 0.0
-    spread = exact * (1 + torch.finfo(dtype).eps)
-    assert_close(total.to(dtype), exact, spread.to(dtype), "sums of rows", depth=37)
 
 
 @by_backend

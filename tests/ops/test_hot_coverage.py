@@ -8,9 +8,7 @@ is another argument's tensor; no kernel reads it, and its type does not count.
 from __future__ import annotations
 
 import collections
-import csv
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,6 @@ if env.triton_interpreted():
 DTYPES = (torch.bfloat16, torch.float32)
 CAPABILITIES = (80, 90, 100, 120)
 Case = dict[str, Any]  # a configuration of the report, as kernel_cases describes it
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Launch:
     stand_ins: frozenset[str]  # names of pointers that are another argument's tensor
     numbers: dict[str, int]
     options: tuple[int, int]  # ``num_warps``, ``num_stages``
-    grid: tuple[int, ...]
 
 
 class Recorder:
@@ -57,7 +53,7 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def observe(self, kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-        self._arguments, self._grid = arguments, grid
+        self._arguments = arguments
         kernel.device_caches.clear()  # every launch reaches the compiler
 
     def compile(self, source: Any, *, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -72,7 +68,6 @@ class Recorder:
                 stand_ins=frozenset(name for name, address in tensors if counts[address] > 1),
                 numbers={name: value for name, value in given.items() if type(value) is int},
                 options=(options["num_warps"], options["num_stages"]),
-                grid=self._grid,
             )
         )
         return SimpleNamespace()
@@ -153,51 +148,6 @@ def launched(op: str) -> dict[int, list[Launch]]:
     return found
 
 
-def lengths_in_blocks(launch: Launch) -> dict[str, float]:
-    """Return how many blocks a launch takes in each direction whose length it is told."""
-    sizes = launch.numbers
-    lengths = {
-        "BLOCK_K": sizes.get("depth"),
-        "BLOCK_N": sizes.get("num_keys", sizes.get("num_cols", sizes.get("out_size"))),
-        "BLOCK_M": sizes.get("num_rows"),
-    }
-    return {
-        name: length / launch.constants[name]
-        for name, length in lengths.items()
-        if length is not None and name in launch.constants
-    }
-
-
-# A block holds a whole row. (And a product's tile of few rows has all rows in one block.)
-WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scaled_masked_softmax")
-
-
-def too_few_blocks(op: str, case: Case, launch: Launch) -> list[str]:
-    """Return the directions in which a launch of a case takes less than three blocks."""
-    found = []
-    # One program adds up all the losses of cross_entropy, and walks them.
-    if math.prod(launch.grid) < 3 and not title(case).startswith("total_kernel "):
-        found.append(f"a grid of {launch.grid}")
-    for name, blocks in lengths_in_blocks(launch).items():
-        few = case["matrix"] and name == "BLOCK_M" and case["constexprs"][name] < 128
-        whole = op in WHOLE_ROWS and name == "BLOCK_N"
-        if blocks <= 2 and not few and not whole:
-            found.append(f"{blocks:.2f} of {name}")
-    return found
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("op", hot_samples.ops())
-def test_samples_are_three_blocks_deep(op: str) -> None:
-    shallow = []
-    for case in cases(op, 90):
-        matching = [launch for launch in launched(op)[90] if not difference(case, launch)]
-        found = [too_few_blocks(op, case, launch) for launch in matching]
-        if found and all(found):
-            shallow.append(f"{title(case)}: {min(found, key=len)}")
-    assert not shallow, "\n".join(shallow)
-
-
 def test_every_kernel_file_with_cases_has_hot_samples() -> None:
     folder = Path(kernels.__file__).parent
     files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
@@ -213,18 +163,6 @@ def test_every_op_has_a_hot_sample() -> None:
         for call in hot_samples.calls(op, dtype)
     }
     assert called == {*all_specs(), *multi_tensor_specs()}
-
-
-def test_the_report_has_a_row_for_each_case() -> None:
-    lines = REPORT.read_text().splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    recorded = collections.Counter((row["op"], row["arch"]) for row in rows)
-    known = {
-        (op, f"sm_{capability}"): len(cases(op, capability))
-        for op in hot_samples.ops()
-        for capability in CAPABILITIES
-    }
-    assert recorded == collections.Counter({key: count for key, count in known.items() if count})
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -18,7 +18,7 @@ from reachable import reachable
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import backends, dtypes, env, extension
+from fusedops._core import backends, dtypes
 from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.ops.square_sums import square_sums
 from fusedops.specs import multi_tensor_specs, tensors_in
@@ -314,15 +314,6 @@ def test_adamw_refuses_draws_outside_of_the_parameter(place: int, number: int, w
         operator("adamw")(*given.values())
 
 
-@pytest.mark.skipif(extension.cpu_library() is not None, reason="the kernel is the C++ one")
-def test_element_numbers_past_2_to_the_63_wrap_around() -> None:
-    """The words of the last elements are those of their number modulo 2**64."""
-    given = arguments("adamw", "draws", BF16)
-    given["draws"] = [7, 2**63 - 5, 3, 2**62] * 5
-    operator("adamw")(*given.values())
-    assert all(bool(each.isfinite().all()) for each in given["params"])
-
-
 @pytest.mark.parametrize("kind", ["meta", torch.int64, torch.complex64, torch.float8_e4m3fn])
 def test_square_sums_refuses_other_devices_and_dtypes(kind: Any) -> None:
     words = "must be on cpu" if kind == "meta" else "must have dtype"
@@ -340,19 +331,3 @@ def test_fake_kernels_hold_lists_to_the_contract() -> None:
             operator("adamw")(*meta.values())
     (sums,) = tensors_in(operator("square_sums")([torch.ones(3, device="meta")] * 2))
     assert sums.shape == (2,) and sums.dtype == torch.float64
-
-
-def test_numbers_in_float64_beside_the_data_do_not_keep_adamw_from_triton(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(extension, "triton_missing", lambda: None)
-    monkeypatch.setattr(env, "triton_interpreted", lambda: True)
-    monkeypatch.setitem(backends._ORDER, "cpu", ("triton", "torch"))
-    for sample in multi_tensor_specs()["adamw"].calls(CPU, F32):
-        names = [argument.name for argument in operator("adamw")._schema.arguments]
-        given = dict(zip(names, sample.args, strict=True))
-        given["grad_factor"] = torch.tensor(0.5, dtype=torch.float64)
-        assert backends.resolve("adamw", *given.values()).backend == "triton"
-        given["params"] = [each.double() for each in given["params"]]
-        assert backends.resolve("adamw", *given.values()).backend == "torch"

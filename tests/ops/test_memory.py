@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,25 +213,6 @@ def test_tensors_of_inference_mode_have_no_version_and_others_have(name: str) ->
     with torch.no_grad():
         _operator(name)(*mixed)
     assert all(a._version > b for a, b in zip(written[1:], before, strict=True))
-
-
-WITHOUT_LIBRARY = """
-import test_memory as tests
-for name in tests._writing():
-    tests.assert_all_get_a_new_version(name, "torch")
-    print(name)
-"""
-
-
-@pytest.mark.skipif(extension.cpu_library() is not None, reason="it runs without the library")
-def test_without_the_compiled_library_too() -> None:
-    environment = os.environ | {
-        "FUSEDOPS_DISABLE_NATIVE": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    command = [sys.executable, "-c", WITHOUT_LIBRARY]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.split() == _writing(), done.stderr
 
 
 def each_sample(*dtypes: torch.dtype, with_one: bool = False) -> Any:

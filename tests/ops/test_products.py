@@ -57,14 +57,6 @@ def test_beta_zero_ignores_nan_as_torch_does() -> None:
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_gradient_of_an_addend_like_the_result_is_not_copied() -> None:
-    input = torch.randn(2, 3, 5, requires_grad=True)
-    output = fusedops.baddbmm(input, torch.randn(2, 3, 4), torch.randn(2, 4, 5))
-    incoming = torch.randn_like(output)
-    (grad,) = torch.autograd.grad(output, input, incoming)
-    assert grad.data_ptr() == incoming.data_ptr()
-
-
 @pytest.mark.interpreter
 def test_launches_of_a_part_of_the_batch_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusedops.kernels import baddbmm
@@ -255,18 +247,6 @@ def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
         rows = slice(end - size, end)
         alone = fusedops.linear_act(x[rows], weight[group].t(), bias[group], activation="gelu")
         assert torch.equal(output[rows], alone), f"group {group}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [3, 130])
-def test_preactivations_of_a_gate_have_the_bits_of_linear_act(
-    dtype: torch.dtype, rows: int
-) -> None:
-    """The second product beside the first changes neither."""
-    x, *weights = (torch.randn(each, 800).to(dtype) for each in (rows, 70, 70))
-    _, *products = torch.ops.fusedops.linear_glu(x, *weights, "silu", True)
-    for product, weight in zip(products, weights, strict=True):
-        assert torch.equal(product, fusedops.linear_act(x, weight, activation="identity"))
 
 
 @DTYPES

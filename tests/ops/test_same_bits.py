@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops._core.activation import GELU_VARIANTS
 from fusedops._core.generators import seed_generators
-from fusedops.specs import Sample, _routing, all_specs
-from fusedops.specs.comparison import run
+from fusedops.specs import Sample, Spec, _routing, all_specs
+from fusedops.specs.comparison import floating, incoming, run
 from fusedops.specs.make import randn
 
 CPU = torch.device("cpu")
@@ -183,47 +183,33 @@ def test_a_row_of_a_product_in_every_batch(name: str, dtype: torch.dtype) -> Non
         assert torch.equal(op(x[:count], *weights), whole[:count]), f"{count} rows"
 
 
-# What draws numbers must draw the same ones again; the others have no state.
-RECOMPUTED: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
-    "layer_norm": (lambda x, w, b: fusedops.layer_norm(x, (48,), w, b), [(9, 48), (48,), (48,)]),
-    "bias_dropout_add": (
-        lambda x, b, r: fusedops.bias_dropout_add(x, b, r, 0.5),
-        [(9, 48), (48,), (9, 48)],
-    ),
-    "add_layer_norm": (
-        lambda x, r, w, b: fusedops.add_layer_norm(x, r, (48,), w, b, dropout_p=0.5),
-        [(9, 48), (9, 48), (48,), (48,)],
-    ),
-    "add_rms_norm": (
-        lambda x, r, w: fusedops.add_rms_norm(x, r, (48,), w, dropout_p=0.5),
-        [(9, 48), (9, 48), (48,)],
-    ),
-    "attention": (
-        lambda q, k, v: fusedops.attention(q, k, v, dropout_p=0.4),
-        [(2, 2, 20, 16)] * 3,
-    ),
-}
+def drawing() -> list[tuple[Spec, Sample]]:
+    """Return the ops that draw numbers, each with a call: the others have no state."""
+    found = []
+    for spec in all_specs().values():
+        calls = [each for each in spec.samples(CPU, F32) if each.random and each.leaves]
+        found += [(spec, call) for call in calls[:1]]
+    return found
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_recomputation(name: str, use_reentrant: bool) -> None:
-    op, shapes = RECOMPUTED[name]
-    inputs = leaves(F32, *shapes)
+@pytest.mark.parametrize(("spec", "sample"), drawing(), ids=lambda each: each.name)
+def test_a_recomputation_draws_the_same(spec: Spec, sample: Sample, use_reentrant: bool) -> None:
+    leaves = sample.leaves
 
-    def block(*values: torch.Tensor) -> torch.Tensor:
-        outputs = op(*values)
-        normed, summed = outputs if isinstance(outputs, tuple) else (outputs, outputs)
-        return normed * summed
+    def block(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        replaced = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+        call = sample.map(lambda tensor: replaced.get(id(tensor), tensor))
+        return floating(spec.op(*call.args, **call.kwargs))
 
     results = []
-    for call in (functools.partial(checkpoint, block, use_reentrant=use_reentrant), block):
+    for function in (functools.partial(checkpoint, block, use_reentrant=use_reentrant), block):
         seed_generators(5)
-        output = call(*inputs)
-        for leaf in inputs:
+        outputs = function(*leaves)
+        for leaf in leaves:
             leaf.grad = None
-        output.sum().backward()
-        results.append([output, *(leaf.grad for leaf in inputs)])
+        torch.autograd.backward(outputs, incoming(outputs))
+        results.append([*outputs, *(leaf.grad for leaf in leaves)])
     assert_same_bits(*results)
 
 
