@@ -301,6 +301,23 @@ def test_states_may_be_freed_between_steps(gpu: Gpu) -> None:
     assert stepped(gpu, optimizer)[0, 2] == optimizer.state[params[0]]["exp_avg"].data_ptr()
 
 
+@needs_library
+def test_where_steps_differ_few_of_them_are_prepared_for_a_repetition(gpu: Gpu) -> None:
+    params = model()
+    optimizer = AdamW(params)
+    prepared = 0
+    for step in range(34):  # as those of experts, of which others get no token each time
+        new_gradients(params)
+        params[step % 5].grad = None
+        optimizer.step()
+        prepared += optimizer._repeated is not None
+    assert 2 <= prepared <= 6
+    new_gradients(params)
+    for _ in range(18):
+        optimizer.step()
+    assert optimizer._repeated is not None, "steps that are alike again are repeated"
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """A mesh of this process alone."""
