@@ -6,7 +6,9 @@ import copy
 import functools
 import pickle
 import resource
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +86,6 @@ def test_training_is_that_of_experts_that_stay(case: str) -> None:
             assert each.returned_bytes == one * sum(map(len, used))
 
 
-def test_copies_that_come_late_are_waited_for() -> None:
-    late = HostCopyEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
-    kept, stored, _ = _pair(late, check=True)
-    again = copy.deepcopy(stored)
-    x = torch.randn(2, 16)
-    outputs = [layer(x) for layer in (kept, stored, again)]
-    for output in outputs:
-        output.square().sum().backward()
-    for layer, output in zip((stored, again), outputs[1:], strict=True):
-        assert torch.equal(output, outputs[0])
-        _assert_same_gradients(layer, kept)
-
-
 def test_resting_experts_have_no_gradient_in_memory() -> None:
     layer = fusedops.nn.MoE(256, 1024, num_experts=32, top_k=1, router=False)
     memory.store_experts(layer, "cpu")
@@ -122,10 +111,14 @@ def _stored(kept: Any, engine: HostCopyEngine, **settings: Any) -> Any:
     return stored
 
 
-def _pair(engine: Any = None, *, router: bool = True, **settings: Any) -> Any:
+def _pair(
+    engine: Any = None, *, router: bool = True, transposed: bool = False, **settings: Any
+) -> Any:
     """Return a layer, one like it whose experts are stored, and what copies them."""
     torch.manual_seed(0)
     kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True, router=router)
+    if transposed:
+        kept.experts.down_proj = torch.nn.Parameter(kept.experts.down_proj.mT.contiguous().mT)
     engine = engine or WatchedEngine()
     return kept, _stored(kept, engine, **settings), engine
 
@@ -156,17 +149,34 @@ def test_experts_are_on_the_device_while_their_node_runs(trained: bool) -> None:
     _assert_same_gradients(kept, stored)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_inside_of_a_checkpoint_of_torch(reentrant: bool) -> None:
-    kept, stored, _ = _pair()
+def _checkpointed(layer: Any, x: torch.Tensor, *, use_reentrant: bool) -> torch.Tensor:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.tanh()).square().sin()  # keeps something behind the layer as well
+
+    return checkpoint(block, x, use_reentrant=use_reentrant)
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "alone": lambda layer, x: layer(x).square(),
+    "compiled": lambda layer, x: torch.compile(layer, backend="eager")(x).square(),
+    "checkpoint of torch": partial(_checkpointed, use_reentrant=False),
+    "reentrant": partial(_checkpointed, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_gradients_are_those_of_experts_that_stay(call: Callable[..., torch.Tensor]) -> None:
+    """Also where weights lie transposed, copies come late, and of a copy of the layer."""
+    late = HostCopyEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
+    kept, stored, _ = _pair(late, transposed=True, check=True)
     x = torch.randn(4, 16, requires_grad=True)
-    for layer in (kept, stored):
-
-        def block(x: torch.Tensor, layer: fusedops.nn.MoE = layer) -> torch.Tensor:
-            return layer(x.tanh()).square().sin()  # keeps something behind the layer as well
-
-        checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-    _assert_same_gradients(kept, stored)
+    results = []
+    for layer in (kept, stored, copy.deepcopy(stored)):
+        x.grad = None
+        output = call(layer, x)
+        output.sum().backward()
+        results.append([output.detach(), x.grad, *(each.grad for each in layer.parameters())])
+    assert_same_bits(results[1:], [results[0]] * 2)
 
 
 def test_in_mixed_precision_experts_are_on_the_device_in_the_dtype_of_the_products() -> None:
@@ -184,14 +194,6 @@ def test_in_mixed_precision_experts_are_on_the_device_in_the_dtype_of_the_produc
     assert len(held) == 2 and not any(each.untyped_storage().nbytes() for each in held)
     traffic = stored.experts.stored.traffic
     assert 4 * traffic.returned_bytes == traffic.fetched_bytes  # a half, of what came twice
-
-
-def test_compiled_code_calls_it() -> None:
-    kept, stored, _ = _pair()
-    x = torch.randn(4, 16)
-    for layer in (kept, torch.compile(stored, backend="eager")):
-        layer(x).square().sum().backward()
-    _assert_same_gradients(kept, stored)
 
 
 def test_weights_that_change_before_the_backward_are_told() -> None:
@@ -235,16 +237,6 @@ def test_weights_lie_in_pinned_memory_beside_a_gpu(monkeypatch: pytest.MonkeyPat
     assert [each.data_ptr() for each in layer.experts.parameters()] == pinned
     for name, parameter in layer.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
-
-
-def test_weights_that_lie_transposed_are_stored() -> None:
-    kept, stored, _ = _pair()
-    layer = copy.deepcopy(kept)
-    weight = layer.experts.down_proj.detach().mT.contiguous().mT
-    layer.experts.down_proj = torch.nn.Parameter(weight)
-    memory.store_experts(layer, "cpu")
-    x = torch.randn(3, 16)
-    assert torch.equal(layer(x), stored(x))
 
 
 def test_a_plan_over_other_experts_is_told() -> None:

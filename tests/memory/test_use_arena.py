@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,6 +73,13 @@ def gpt2_loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def copied_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Run a copy of the model before it, whose hooks belong to no arena."""
+    copy.deepcopy(model)(batch(step)).sum().backward()
+    pickle.loads(pickle.dumps(model))
+    return mlp_loss(model, step)
+
+
 def scaled_encoder_loss(model: nn.Module, step: int) -> torch.Tensor:
     return encoder_loss(model) * (step + 1)
 
@@ -121,6 +129,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], float]] = 
     },
     "gradient accumulation": (mlp, mlp_loss, {"microbatches": 3}, 0.5),
     "exceptions": (mlp, failing_loss, {}, 0.0),
+    "copies of the model": (lambda: mlp(dropout=0.0), copied_loss, {}, 0.2),
     "torch's checkpoint": (Checkpointed, mlp_loss, {}, 0.5),
     # Offloaded tensors return when another thread has time, which changes the order.
     **{
@@ -250,27 +259,6 @@ def test_outputs_of_the_recorded_pattern_that_are_always_kept_live_outside(use: 
         update(optimizer)
     assert not any(arena.holds(output) for output in outputs)
     assert arena.report().outside_bytes["escape"] >= outputs[0].nbytes
-
-
-def test_an_average_of_the_weights_and_a_deep_copy_keep_their_values(use: Use) -> None:
-    model = mlp()
-    average = copy.deepcopy(model)
-    optimizer = sgd(model)
-    use(model)
-    reference = [parameter.detach().clone().numpy() for parameter in model.parameters()]
-    for step in range(STEPS):
-        mlp_loss(model, step).backward()
-        update(optimizer)
-        pairs = zip(average.parameters(), model.parameters(), strict=True)
-        for index, (mean, new) in enumerate(pairs):
-            with torch.no_grad():
-                mean.copy_(mean * 0.5 + new * 0.5)
-            reference[index] = reference[index] * 0.5 + new.detach().numpy() * 0.5
-        double = copy.deepcopy(model)  # its hook belongs to no arena
-        double(batch(step)).sum().backward()
-        assert pickle.loads(pickle.dumps(model)) is not model
-    for mean, plain in zip(average.parameters(), reference, strict=True):
-        assert (mean.detach().numpy() == plain).all()
 
 
 def test_steps_of_other_shapes_have_plans_of_their_own(use: Use) -> None:
@@ -413,18 +401,10 @@ def test_threads_train_models_of_their_own(use: Use) -> None:
     models = [mlp(dropout=0.0) for _ in range(4)]
     expected = train(models.pop(), mlp_loss)
     arenas = [use(model) for model in models]
-    results: dict[int, list[torch.Tensor]] = {}
-
-    def work(index: int) -> None:
-        results[index] = train(models[index], mlp_loss)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, arena in enumerate(arenas):
-        assert_same_bits(results[index], expected)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda model: train(model, mlp_loss), models))
+    for values, arena in zip(results, arenas, strict=True):
+        assert_same_bits(values, expected)
         assert used(arena) > 0.5
 
 

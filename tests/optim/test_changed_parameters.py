@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import nn
 
 import fusedops
 from fusedops.optim import AdamW, OffloadedAdamW
-from fusedops.runtime.copy_engine import CopyError, HostCopyEngine
 
 Change = Callable[[nn.Module], None]
 HALF = (torch.bfloat16, torch.float16)
@@ -182,56 +180,6 @@ def test_a_method_reads_the_parameters_at_once(kind: str) -> None:
     optimizer.reload_model_params()
     for param in model.parameters():
         assert_same_bits(optimizer.state[param]["master"].to(param.dtype), param.detach())
-
-
-class FailsOnce(HostCopyEngine):
-    """Does not make one of the copies to the device."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(workers=0)
-        self._left = number
-
-    def copy(self, *args: Any, to_host: bool, **options: Any) -> Any:
-        self._left -= not to_host
-        if to_host or self._left != -1:
-            return super().copy(*args, to_host=to_host, **options)
-        failed: Future[None] = Future()
-        failed.set_exception(CopyError("planted"))
-        return failed
-
-
-@pytest.mark.parametrize("changes", [False, True], ids=["alone", "changed after it"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
-def test_a_copy_that_failed_is_no_change(overlap: bool, changes: bool) -> None:
-    def change(params: list[nn.Parameter]) -> None:
-        if changes:
-            with torch.no_grad():
-                params[2].fill_(0.5)
-
-    results = []
-    for fails in (True, False):
-        params = parameters(torch.bfloat16)
-        engine = FailsOnce(8)  # in the second step
-        optimizer = (
-            OffloadedAdamW(params, overlap=overlap, engine=engine, threads=1)
-            if fails
-            else masters(params)
-        )
-        for step in range(4):
-            set_gradients(params, step)
-            try:
-                if not fails and step == 1 and overlap:  # the step that failed was not made
-                    change(params)
-                optimizer.step()
-            except CopyError:
-                change(params)
-                if overlap:
-                    optimizer.step()
-            if not fails and step == 1 and not overlap:
-                change(params)
-        results.append(params)
-        assert not fails or engine._left < -1
-    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -24,18 +24,6 @@ def test_large_and_small_numbers_neither_overflow_nor_vanish() -> None:
     assert global_norm([tiny]).item() == pytest.approx(tiny.double().norm().item())
 
 
-def test_threads_and_order_do_not_show() -> None:
-    given = values(parameters())
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results += [global_norm(given), global_norm(given[::-1])]
-    torch.set_num_threads(before)
-    for result in results[1:]:
-        assert_same_bits(result, results[0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
@@ -48,14 +36,6 @@ def test_one_element_that_is_not_finite_shows(
         with fusedops.use_backend(backend):
             norm = global_norm(given)
         assert norm.isnan() if math.isnan(value) else norm == float("inf")
-
-
-def test_strides_do_not_matter() -> None:
-    base = torch.randn(40, 60)
-    want = global_norm([base.contiguous()])
-    assert global_norm([base.t()]) == pytest.approx(want.item())
-    wide = torch.randn(40, 70)
-    assert_same_bits(global_norm([wide[:, :60]]), global_norm([wide[:, :60].contiguous()]))
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])

@@ -119,36 +119,29 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_norm": 1.0},
     {"capturable": True, "max_norm": 1.0},
     {"amsgrad": True, "state_dtype": torch.bfloat16, "skip_non_finite": True},
+    {"amsgrad": True, "master_weights": True},
 ]
 
 
 @needs_library
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: "-".join(each) or "none")
 def test_a_step_of_the_same_tensors_copies_nothing(gpu: Gpu, options: dict[str, Any]) -> None:
-    params = model()
+    """It counts what it writes, too."""
+    params = model(dtype=torch.bfloat16 if "master_weights" in options else torch.float32)
     optimizer = AdamW(params, **options)
     optimizer.step()
     assert gpu.copies > 0
     optimizer.step()
     gpu.reset()
+    written = [*params, *(each for state in optimizer.state.values() for each in state.values())]
+    versions = [each._version for each in written]
     for lr in (0.1, 0.2):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
+    assert [each._version for each in written] == [2 + each for each in versions]
     assert gpu.copies == gpu.allocated == 0
     assert len(gpu.tables) == 2 and gpu.tables[0] is gpu.tables[1]
     assert gpu.rows[1][:, 1].tolist() == addresses(params)
-
-
-@needs_library
-def test_a_repeated_step_counts_what_it_writes(gpu: Gpu) -> None:
-    params = model(dtype=torch.bfloat16)
-    optimizer = AdamW(params, master_weights=True, amsgrad=True)
-    optimizer.step()
-    states = [each for state in optimizer.state.values() for each in state.values()]
-    versions = [each._version for each in (*params, *states)]
-    optimizer.step()
-    assert optimizer._repeated is not None
-    assert [each._version for each in (*params, *states)] == [1 + each for each in versions]
 
 
 @needs_library
@@ -306,6 +299,23 @@ def test_states_may_be_freed_between_steps(gpu: Gpu) -> None:
     assert [each() for each in freed] == [None, None]
     new_gradients(params)
     assert stepped(gpu, optimizer)[0, 2] == optimizer.state[params[0]]["exp_avg"].data_ptr()
+
+
+@needs_library
+def test_where_steps_differ_few_of_them_are_prepared_for_a_repetition(gpu: Gpu) -> None:
+    params = model()
+    optimizer = AdamW(params)
+    prepared = 0
+    for step in range(34):  # as those of experts, of which others get no token each time
+        new_gradients(params)
+        params[step % 5].grad = None
+        optimizer.step()
+        prepared += optimizer._repeated is not None
+    assert 2 <= prepared <= 6
+    new_gradients(params)
+    for _ in range(18):
+        optimizer.step()
+    assert optimizer._repeated is not None, "steps that are alike again are repeated"
 
 
 @pytest.fixture

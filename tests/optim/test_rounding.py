@@ -161,21 +161,6 @@ def test_a_part_draws_what_it_draws_in_the_whole(cuts: list[int]) -> None:
         assert_same_bits(torch.cat(getattr(parts, name)), getattr(whole, name)[0])
 
 
-def test_columns_of_a_matrix_draw_what_they_draw_in_the_whole() -> None:
-    rows, columns, begin, width = 50, 60, 13, 21
-    whole = drawn(torch.bfloat16, places=WHOLE, amsgrad=False)
-    part = TensorLists(**{name: list(value) for name, value in vars(whole).items()})
-    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
-        tensor = getattr(whole, name)[0].view(rows, columns)[:, begin : begin + width]
-        setattr(part, name, [tensor.clone()])
-    part.steps, part.draws = [torch.tensor(6.0)], [Draw(-77, begin, width, columns)]
-    for each in (part, whole):
-        adamw(each, lr=0.5, betas=(0.5, 0.5), eps=1.0)
-    for name in ("params", "exp_avgs", "exp_avg_sqs"):
-        expected = getattr(whole, name)[0].view(rows, columns)[:, begin : begin + width]
-        assert_same_bits(getattr(part, name)[0], expected.contiguous())
-
-
 def test_the_mean_of_many_roundings_is_the_value() -> None:
     count = 1 << 16
     value = 1.0 + 1.0 / 512  # a quarter of the way between two numbers of bfloat16

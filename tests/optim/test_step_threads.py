@@ -1,4 +1,4 @@
-"""The threads of the offloaded optimizer: too many of them, a forked process, many callers."""
+"""The threads of the offloaded optimizer: too many of them, and forked processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,33 +78,6 @@ def test_a_system_without_more_threads_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "StepQueue: the system started" in done.stdout and "of 1000 threads" in done.stdout
-
-
-def test_several_threads_wait_for_one_job_and_close_the_queue() -> None:
-    queue = _step_queue.new_queue(2)
-    described, tensors = job()
-    sums: list[list[float]] = []
-    errors: list[str] = []
-
-    def wait_and_close(number: int) -> None:
-        try:
-            sums.append(queue.wait(number))
-        except ValueError as error:
-            errors.append(str(error))
-        queue.close()
-
-    number = queue.submit(described, **NUMBERS, steps=True)
-    threads = [threading.Thread(target=wait_and_close, args=(number,)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not any(thread.is_alive() for thread in threads)
-    assert sums and all(each == [4.0 * 50_000] for each in sums)
-    assert all("no job 0" in error for error in errors)
-    assert bool((tensors["master"] == -0.1).all())
-    with pytest.raises(RuntimeError, match="submit after close"):
-        queue.submit(described, **NUMBERS, steps=True)
 
 
 def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:

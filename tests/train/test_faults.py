@@ -28,7 +28,7 @@ import torch
 from command_runs import command, ended, wait_for_steps, write_config
 from run_ranks import CONTEXT, start_process
 from torch import distributed as dist
-from train_runs import around_backward, config, died, resumed, same_bits, uninterrupted
+from train_runs import around_backward, config
 from typer.testing import CliRunner
 
 from fusedops.checkpoint import CheckpointError
@@ -84,17 +84,6 @@ def test_who_is_to_blame(case: str) -> None:
 def test_frames_of_collectives_are_known_as_waiting() -> None:
     for module in (collectives, dist.distributed_c10d):
         assert any(part in str(module.__file__) for part in flight_record._WAITING)
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
-    died(tmp_path, 8, config(tmp_path, checkpoint={"every": 3}))
-    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
-    with next(newest.glob("*.distcp")).open("r+b") as file:
-        file.truncate(100)
-    again = resumed(config(tmp_path))
-    passed = again.run.notes[1]
-    assert again.first == 3 and newest.name in passed and "100 bytes of" in passed
-    assert same_bits(uninterrupted(), again)
 
 
 def _full(*steps: int) -> Callable[[Path, bytes], None]:

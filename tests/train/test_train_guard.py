@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from train_runs import Watching, around_backward, config, lines, resumed
 
 from fusedops._core import dtypes
-from fusedops.checkpoint import Guard, GuardError, guard
+from fusedops.checkpoint import GuardError
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.train import InputError, step, train
 from fusedops.train.builder import Run
@@ -184,14 +184,3 @@ def test_a_step_waits_once(tmp_path: Path) -> None:
     with Waits() as waits:
         result = train(config(tmp_path, steps=3, **changes))
     assert result.finished and list(waits.lines.values()) == [3]
-
-
-def test_a_guard_exchanges_nothing_that_is_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(guard, "gather_objects", lambda values, group: [values, [9.0, 9.0]])
-    watching = Guard(None, on_nonfinite="skip", on_spike="skip")
-    assert watching.check(0, 1.0, 2.0, agreed=True).ok
-    assert watching._history["loss"][-1] == 1.0
-    assert watching.check(1, 1.0, 2.0).ok and watching._history["loss"][-1] == 9.0
-    with pytest.raises(TypeError, match="agreed must be a bool"):
-        watching.check(2, 1.0, agreed=1)
