@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import evaluation
 import fit
 import pytest
 
-from fusedops.bench.tables import kendall_tau
+from fusedops.bench.tables import csv_text, kendall_tau, load_rows
 from fusedops.planner import load_device, step_time
 
 GPT = {"layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "gpus": "8", "arch": "dense"}
@@ -85,6 +84,7 @@ SHAPES: dict[str, tuple[dict[str, str], str, object]] = {
     "FSDP2 gathers a pipeline stage once in a step": (FSDP2, "zero", 1),
     "FSDP gathers a pipeline stage for each micro-batch": (FSDP2 | {"shard": "fsdp"}, "zero", 3),
     "who converts to float8": ({"gpu": "H100", "precision": "FP8"}, "cast_bytes", 0),
+    "torch's own float8": ({"precision": "float8-tensorwise"}, "cast_bytes", 8.0),
     # Megatron reduces fp16 gradients as they are, and accumulates those of bf16 in float32.
     "gradients of fp16": ({"precision": "fp16"}, "reduce_bytes", 2),
     "gradients of bf16": ({"precision": "bf16"}, "reduce_bytes", 4),
@@ -133,18 +133,16 @@ def test_the_script_adds_columns_and_prints_errors(
     ]
     rows += [{**ROW, "gbs": "60", "step_s": "1"}, {**ROW, "step_s": "soon"}]
     steps, out = tmp_path / "steps.csv", tmp_path / "predictions.csv"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, ROW | {"step_s": ""}))
     evaluate.main([str(steps), "--out", str(out)])
     printed = capsys.readouterr().out
     assert "Mean absolute errors" in printed and "1 groups" in printed
-    with out.open(newline="") as file:
-        written = list(csv.DictReader(file))
+    written = load_rows(out)
     assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False, True]
     assert written[3]["why"] == "dp x mbs = 16 does not divide gbs = 60"
     assert written[0]["predicted_fits"] == "1" and written[0]["source"] == "here"
     evaluate.main([str(steps), "--half", "--out", str(out)])
-    with out.open(newline="") as file:
-        assert [row["mbs"] for row in csv.DictReader(file)] == ["2", "4"]
+    assert [row["mbs"] for row in load_rows(out)] == ["2", "4"]
 
 
 def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +155,7 @@ def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         peak = {"mem_gib": "70"} if mbs == 1 else {"mem_gib": ""}
         rows.append({**row, "gpu": "", "step_s": f"{seconds:.6f}", **peak})
     steps, out = tmp_path / "steps.csv", tmp_path / "mine.toml"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, rows[0]))
     fit.main([str(steps), "--names", "products,attention", "--out", str(out)])
     mine = load_device(out)
     assert asdict(mine.links) == asdict(device.links) and "8 steps" in mine.sources["efficiency"]
@@ -168,7 +166,7 @@ def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     # Rows that are not fitted say nothing of the constants.
     for row in rows[1::2]:
         row["step_s"] = "1000"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, rows[0]))
     capsys.readouterr()
     fit.main([str(steps), "--names", "products,attention", "--half"])
     printed = capsys.readouterr().out
@@ -195,18 +193,6 @@ def test_a_wrong_call_is_one_sentence(
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def test_torchs_own_float8_takes_casts() -> None:
-    row = {**ROW, "gpu": "H100", "precision": "float8-tensorwise", "shard": "fsdp2"}
-    assert evaluation.shape_of(row).cast_bytes > 0
 
 
 # VIA-Research/vTrain, data/ground_truth_multi.csv: GPT of 3.6 billion parameters on 8 nodes of 8

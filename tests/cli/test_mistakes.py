@@ -27,6 +27,7 @@ FILES = {
     "equals.toml": b"steps = = 1",
     "latin.toml": b"\xff",
     "short.toml": b"steps = 1",
+    "list.json": b"[1]",
 }
 OPS = [
     ("layer_nrom", "unknown op 'layer_nrom': did you mean layer_norm?"),
@@ -72,13 +73,14 @@ BENCHES = [
     ("scaling --preset no-such-model", "unknown model 'no-such-model'"),
 ]
 PLANS = [
-    ("", "--model is missing: a name (fusedops plan models) or a config.json"),
+    ("", "--model is missing: a name (fusedops plan models) or config.json"),
     ("--model /no/config.json", "cannot read /no/config.json: No such file"),
     ("--model pangu13b", "unknown model 'pangu13b': did you mean pangu-13b?"),
     ("--model llama3_8b", "did you mean llama3-8b?"),
     ("--model deepseek-v3", "unknown model 'deepseek-v3': known: gpt2"),
     ("--model text.txt", "is no configuration: its name must end in .json"),
-    ("--model .", "has no config.json"),
+    ("--model list.json", "is no configuration of a model"),
+    ("--model .", "cannot read config.json: No such file"),
     ("--model gpt2 --memory lots", "'lots' is not a size"),
     ("--model gpt2 --memory '8 GO'", "unit 'GO' is not known"),
     ("--model gpt2 --memory 80", "did you mean 80GiB? (80B would be bytes)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.cli.bench.communication import _fit
 from fusedops.launch.config_table import InputError
 from fusedops.planner.communication import (
@@ -104,14 +104,6 @@ def test_a_model_is_read_from_the_json_of_the_benchmark(tmp_path: Path) -> None:
             CommunicationModel.load(path)
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
 def test_the_command_predicts_the_rows_of_another_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,21 +113,23 @@ def test_the_command_predicts_the_rows_of_another_file(
         for gpu, factor in (("A", 1), ("B", 3))
         for size in SIZES
     ]
-    odd, even = write(tmp_path / "odd.csv", rows[1::2]), write(tmp_path / "even.csv", rows[::2])
-    _fit(odd, even, tmp_path / "out.csv")
-    with (tmp_path / "out.csv").open() as file:
-        predicted = list(csv.DictReader(file))
+    odd, even, out = (tmp_path / name for name in ("odd.csv", "even.csv", "out.csv"))
+    odd.write_text(csv_text(rows[1::2], rows[0]))
+    even.write_text(csv_text(rows[::2], rows[0]))
+    _fit(odd, even, out)
+    predicted = load_rows(out)
     assert [row["bytes"] for row in predicted] == [str(row["bytes"]) for row in rows[::2]]
     for row in predicted:
         assert float(row["predicted_us"]) == pytest.approx(float(row["time_us"]), rel=0.03)
     assert "20 measured rows: median error" in capsys.readouterr().out
 
-    unknown = write(tmp_path / "c.csv", [{"gpu": "C", "op": "sum", "bytes": 4}])
-    _fit(odd, unknown, tmp_path / "out.csv")
-    assert "no row that was fitted has these gpu, op" in (tmp_path / "out.csv").read_text()
+    even.write_text("gpu,op,bytes\nC,sum,4\n")
+    _fit(odd, even, out)
+    assert "no row that was fitted has these gpu, op" in out.read_text()
 
 
 def test_the_command_refuses_a_row_without_a_time(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.csv", [{"op": "all_reduce", "bytes": 4, "time_us": "soon"}])
+    path = tmp_path / "rows.csv"
+    path.write_text("op,bytes,time_us\nall_reduce,4,soon\n")
     with pytest.raises(UserError, match="time_us = 'soon'"):
         _fit(path, None, None)

@@ -57,11 +57,6 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_would(
     assert says in str(error.value)
 
 
-def test_a_preset_that_is_misspelt_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown model 'pangu13b': did you mean pangu-13b?"):
-        preset("pangu13b")
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("32GiB", 32 << 30), ("80 GB", 80 * 10**9), ("1024B", 1024), ("1.5gib", 3 << 29)]
@@ -74,14 +69,9 @@ def test_sizes_are_read(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is not a size"),
-        ("many", "write a number and a unit"),
-        ("12 bananas", "unit 'bananas' is not known"),
         (".5k", "unit 'k' is not known"),
         ("-3GiB", "is not a size"),
         ("0GiB", "more than 0 bytes"),
-        ("3..2GB", "is not a size"),
-        ("80", "its unit is missing; did you mean 80GiB? (80B would be bytes)"),
         ("9" * 400 + "GB", "no such number of bytes"),
     ],
 )
@@ -187,11 +177,7 @@ def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
     [
         (PANGU, 13, {"tp": (2,)}, "tp x pp x cp = 2 x 1 x 1 = 2 must divide the 13 devices"),
         (PANGU, 8, {"tp": (3,)}, "tp must be a divisor of the heads, 40, got 3"),
-        (PANGU, 8, {"ep": (8,)}, "ep must be 1 for a model without experts, got 8"),
-        (PANGU, 8, {"pp": (7,)}, "tp x pp x cp = 1 x 7 x 1 = 7 must divide the 8 devices"),
-        (MIXTRAL, 8, {"ep": (3,)}, "ep must be a divisor of the 8 experts, got 3"),
         (MIXTRAL, 8, {"tp": (8,), "ep": (8,)}, "ep must be a divisor of dp x cp = 1"),
-        (PANGU, 8, {"tp": (8,), "pp": (2,)}, "tp x pp x cp = 8 x 2 x 1 = 16 must divide the 8"),
         (PANGU, 8, {"base": Layout.of(cp=16)}, "tp x pp x cp = 1 x 1 x 16 = 16 must divide the 8"),
         (
             PANGU,
@@ -274,7 +260,8 @@ def test_experts_in_host_memory_are_refused() -> None:
 GPT2 = preset("gpt2")
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 32), (16, 32)])
+# Of many micro-batches a table of all would take minutes.
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 32), (16, 32), (4, 1_000_000)])
 def test_bubbles_are_those_of_the_formulae(ranks: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
         found = schedule_cost(name, ranks, microbatches, 1).bubble
@@ -285,7 +272,7 @@ def test_bubbles_are_those_of_the_formulae(ranks: int, microbatches: int) -> Non
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 6), (2, 24), (4, 32), (4, 10)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 6), (2, 24), (3, 33), (4, 32), (4, 10)])
 def test_what_is_read_off_a_short_table_holds_for_a_long_one(
     name: str, ranks: int, microbatches: int
 ) -> None:
@@ -331,14 +318,3 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
     assert (straight.stage, turned.stage) == (1, 0)
     assert straight.weights == 4 * (layers + GPT2.output(own_weight=True).total)
     assert turned.weights == 4 * (layers + GPT2.embedding().total + GPT2.output().total)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "looped_bfs", "zbv", "dualpipev"])
-def test_many_microbatches_cost_what_a_few_of_the_same_remainder_do(name: str) -> None:
-    ranks, virtual = 3, SCHEDULES[name].virtual
-    line = timeline(table(name, ranks, 31, virtual))
-    found = schedule_cost(name, ranks, 31, virtual)
-    assert found.bubble == pytest.approx(1 - 3 * virtual * 31 / line.end)
-    assert found.in_flight == pytest.approx(line.alive())
-    # Their number is no matter of time: a table of all of them would take minutes.
-    assert 0 < schedule_cost(name, ranks, 1_000_003, virtual).bubble < found.bubble

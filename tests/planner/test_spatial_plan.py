@@ -192,7 +192,7 @@ def test_command_line() -> None:
         ({"--shape": "1x3x0x8"}, "without rows"),
         ({"--device": ""}, "--device is missing"),
         ({"--devices": "65536"}, "no cut gives"),
-        ({"--precision": "mixed"}, "float32 and half"),
+        ({"--precision": "mixed"}, "known: float32, half"),
         ({"--tp": "2"}, "No such option"),
     ],
 )

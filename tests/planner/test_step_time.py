@@ -162,11 +162,6 @@ def test_a_bad_device_file_is_one_sentence(
     assert message in str(caught.value) and "mine.toml" in str(caught.value)
 
 
-def test_an_unknown_device_has_a_nearest_one() -> None:
-    with pytest.raises(InputError, match="did you mean h100"):
-        load_device("h1000")
-
-
 def test_heads_that_tensor_cores_do_not_take_are_slow() -> None:
     times = {
         size: step_time(shape(hidden=16 * size, heads=16, flash=False), load_device("a100-80"))
