@@ -103,7 +103,7 @@ def deliver_record(
         [
             (json_file, partial(save_json, record=record)),
             (csv_file, partial(save_csv, record=record)),
-            (svg_file, partial(report.save_svg, record=record)),
+            text_file(svg_file, partial(report.draw, record)),
             (results, partial(save_parts, record=record, name=name, save=save)),
         ],
         out,

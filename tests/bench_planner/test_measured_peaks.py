@@ -146,7 +146,7 @@ def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
 
 
 def test_configurations_that_are_not_known_are_told() -> None:
-    with pytest.raises(ValueError, match=r"model_type .* did you mean 'llama'\?"):
+    with pytest.raises(ValueError, match=r"model_type .*did you mean 'llama'\?"):
         sizes_of({"model_type": "lama"})
     with pytest.raises(TypeError, match="config must be a configuration of transformers"):
         sizes_of(3)
