@@ -251,7 +251,7 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     parts["head"] = head * shape.microbatches if has_head else 0.0
     if shape.pp > 1:
         parts["bubble"] = (_bubble(shape) + usual.stage_wait * shape.microbatches) * of_stage
-        rounds = shape.pp - 1 + shape.virtual * shape.pp
+        rounds: float = shape.pp - 1 + shape.virtual * shape.pp
         rounds += shape.microbatches * (shape.virtual - 1) / 2
         parts["pipeline"] = 2 * rounds * costs.sent()
     parts["data"], overlapped = _data(shape, costs, of_stage)

@@ -184,7 +184,6 @@ def test_command_line() -> None:
     ("change", "words"),
     [
         ({"--model": "unett"}, "package:function"),
-        ({"--model": "torch.nn:Nothing"}, "cannot be made"),
         ({"--model": "torch.nn:Conv2d"}, "cannot be made"),
         ({"--model": "builtins:dict"}, "nn.Module"),
         ({"--shape": "1x3x64"}, ""),

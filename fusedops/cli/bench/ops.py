@@ -90,9 +90,7 @@ def run(
         jobs = _jobs(measured, plan, json_file)
         complete = measured.run(jobs, only=only, all_backends=all_backends)
         outputs = json_file, csv_file, svg_file, results
-        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv")
-        if not complete:
-            raise typer.Exit(130)  # as a shell says of an interrupted command
+        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv", complete=complete)
 
 
 @app.command()
