@@ -75,7 +75,7 @@ def run_case(
     for direction in _directions(able, call):
         settings.report(direction)
         variants = variants_of(able, call, direction)
-        peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
+        peaks = {variant.name: peak_of(variant, settings.device) for variant in variants}
         timing = measure(variants, settings.clock, settings.plan)
         work = least_work(case, direction, dtype, settings.limits)
         for name, peak in peaks.items():
@@ -239,7 +239,8 @@ def _synced(contender: Contender, device: torch.device | None) -> Iterator[None]
         yield
 
 
-def _peak(variant: Variant, device: torch.device) -> int:
+def peak_of(variant: Variant, device: torch.device) -> int:
+    """Return the bytes of a run above those before it."""
     with variant.context():
         value = variant.prepare()
         return peak_bytes(lambda: variant.run(value), device)

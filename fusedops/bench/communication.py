@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -191,17 +192,16 @@ def measure(
     for backend in backends:
         with _group(backend, ranks) as group:
             for name in names:
+                place = {"collective": name, "backend": backend, "nodes": nodes}
                 for size in bytes_of:
                     case = _Case(COLLECTIVES[name], group, size, ranks.device)
-                    rows.append(_row(case, name, backend, nodes, ranks, seconds))
+                    rows.append(_row(case, ranks, seconds, place))
                 report(f"{backend}, {name}")
     return rows
 
 
-def _row(
-    case: _Case, name: str, backend: str, nodes: int, ranks: Ranks, seconds: float
-) -> CommunicationRow:
-    """Check a collective, then time it."""
+def _row(case: _Case, ranks: Ranks, seconds: float, place: dict[str, Any]) -> CommunicationRow:
+    """Check a collective, then time it; ``place`` has further fields of the row."""
     wrong = case.wrong()
     for _ in range(_WARM_UP):
         case.call()
@@ -216,10 +216,8 @@ def _row(
     mean = statistics.fmean(times)
     rate = case.bytes / mean * 1e6
     return CommunicationRow(
-        collective=name,
-        backend=backend,
+        **place,
         ranks=case.ranks,
-        nodes=nodes,
         bytes=case.bytes,
         iterations=iterations * _BATCHES,
         min_us=min(times),

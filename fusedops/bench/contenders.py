@@ -139,11 +139,18 @@ def contenders(
     notes: list[str] = []
 
     def admit(candidate: Contender) -> bool:
+        """Run a contender once; note the reason for what cannot be timed of it."""
         if only and candidate.name not in (EAGER, *only):
             return False
-        passed = admitted(candidate, call, notes)
-        able.extend([passed] if passed else [])
-        return passed is not None
+        reason = _reason_against(candidate, call, backward=False)
+        if reason is not None:
+            notes.append(f"no {candidate.name} row: {reason}")
+            return False
+        reason = _reason_against(candidate, call, backward=True) if call.leaves else None
+        if reason is not None:
+            notes.append(f"{candidate.name} has forward rows only: {reason}")
+        able.append(replace(candidate, trains=reason is None))
+        return True
 
     if not admit(Contender(EAGER, spec.eager)):
         return able, notes
@@ -164,23 +171,6 @@ def contenders(
         if kinds <= set(getattr(peer, "devices", kinds)):
             admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
     return able, notes
-
-
-def admitted(
-    candidate: Contender, call: ContenderCall, notes: list[str], *, backward: bool = True
-) -> Contender | None:
-    """Run a contender once; return what can be timed of it, ``None`` for nothing.
-
-    ``notes`` get the reason for what cannot be timed; ``backward``: its backward is asked for.
-    """
-    reason = _reason_against(candidate, call, backward=False)
-    if reason is not None:
-        notes.append(f"no {candidate.name} row: {reason}")
-        return None
-    reason = _reason_against(candidate, call, backward=True) if backward and call.leaves else None
-    if reason is not None:
-        notes.append(f"{candidate.name} has forward rows only: {reason}")
-    return replace(candidate, trains=reason is None)
 
 
 def backend_of(contender: Contender, call: ContenderCall) -> str:

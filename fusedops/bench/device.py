@@ -24,7 +24,7 @@ from fusedops.bench.limits import measure_limits
 from fusedops.bench.results import dtype_name
 from fusedops.bench.small_models import SmallModel, shape_of_step, training_step
 from fusedops.bench.teams import Team, TeamSetting, interleaved
-from fusedops.models import ParallelConfig, TransformerConfig
+from fusedops.models import ParallelConfig
 from fusedops.planner import Device, StepShape, load_device
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceEfficiency, DeviceLinks, DeviceMemory
@@ -65,6 +65,8 @@ _CPU_START = {
     "accumulation": 12,  # a copy of float32 gradients is read, added to another and written
     **dict.fromkeys(("host_seconds", "layer_seconds", "microbatch_seconds"), 1e-4),
 }
+# The known device whose efficiencies are the usual ones.
+_USUAL = "a100-80"
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
 
@@ -86,8 +88,12 @@ class MeasuredDevice:
     errors: tuple[float, ...]  # of the predicted seconds, as shares
 
 
-def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
-    """Return models, sequences and tokens of a micro-batch, and micro-batches, to be measured."""
+# A model, sequences and tokens of a micro-batch, and micro-batches.
+Case = tuple[SmallModel, int, int, int]
+
+
+def sizes(*, quick: bool = False) -> list[Case]:
+    """Return what is measured."""
     shapes = (
         *((2, 1, 64, 1), (2, 4, 128, 1), (4, 4, 128, 1), (2, 2, 512, 1)),
         *((2, 8, 256, 1), (2, 2, 64, 4), (2, 1, 256, 8), (4, 16, 64, 1)),
@@ -119,38 +125,39 @@ def measure_device(
             have half of the memory's bandwidth.
         quick: smaller models.
     """
-    threads = torch.get_num_threads()
-    others = 0 if where.type == "cuda" else len(os.sched_getaffinity(0)) // threads - 1
+    threads, on_gpu = torch.get_num_threads(), where.type == "cuda"
+    others = 0 if on_gpu else len(os.sched_getaffinity(0)) // threads - 1
     with _busy_cores(others, threads):
-        measured = _measured(where, dtypes, seconds, report, links, quick)
+        report("peak rates")
+        own, steps = _unfitted(where, dtypes, links), []
+        for case in sizes(quick=quick):
+            model, rows, tokens, _ = case
+            shown = f"{model.num_layers} layers, {rows} x {tokens} tokens"
+            report(f"width {model.hidden_size}, {shown}")
+            steps.append(_step(case, where, dtypes[0], seconds))
+    start = own.efficiency if on_gpu else replace(own.efficiency, **_CPU_START)
+    measured = _fitted(own, steps, start, FITTED)
     if others < 1 or dtypes[0] != torch.float32:
         return measured
-    return _with_communication(measured, threads, seconds, report, quick=quick)
+    report("two processes")
+    together = _steps_of_two(threads, 1.5 * seconds, 128 if quick else 384)
+    start = measured.device.efficiency
+    return _fitted(measured.device, together, start, FITTED_TOGETHER, measured.steps)
 
 
-def _with_communication(
-    measured: MeasuredDevice,
-    threads: int,
-    seconds: float,
-    report: Callable[[str], None],
-    *,
-    quick: bool,
-) -> MeasuredDevice:
-    """Fit what steps of two processes tell of communication."""
-    config = SmallModel("gpt2", 128 if quick else 384, 4, 2048).config(_TOKENS)
+def _steps_of_two(threads: int, seconds: float, width: int) -> list[DeviceStep]:
+    """Measure steps of two processes, which tell of communication."""
+    config = SmallModel("gpt2", width, 4, 2048).config(_TOKENS)
     layouts = [ParallelConfig(**options) for options in _TOGETHER]
     settings = [
         TeamSetting(str(options), 2, threads, partial(training_step, config, layout, _SEQUENCES))
         for options, layout in zip(_TOGETHER, layouts, strict=True)
     ]
-    report("two processes")
-    timed = interleaved(settings, 1.5 * seconds, lambda _: None)
-    steps = [
+    timed = interleaved(settings, seconds, lambda _: None)
+    return [
         DeviceStep(shape_of_step(config, layout, _SEQUENCES), statistics.median(times))
         for layout, (times, _) in zip(layouts, timed, strict=True)
     ]
-    start = measured.device.efficiency
-    return _fitted(measured.device, steps, start, FITTED_TOGETHER, measured.steps)
 
 
 def _fitted(
@@ -171,27 +178,21 @@ def _fitted(
     return MeasuredDevice(device, steps, tuple(errors))
 
 
-def _measured(
-    where: torch.device,
-    dtypes: Sequence[torch.dtype],
-    seconds: float,
-    report: Callable[[str], None],
-    links: CommunicationModel | None,
-    quick: bool,
-) -> MeasuredDevice:
-    report("peak rates")
+def _unfitted(
+    where: torch.device, dtypes: Sequence[torch.dtype], links: CommunicationModel | None
+) -> Device:
+    """Measure peak rates; return the device with usual efficiencies."""
     limits = measure_limits(where, dtypes, clock_for(where))
     peak = {name: limit.rate for name, limit in limits.matmul.items()}
     peak.setdefault("bfloat16", peak[dtype_name(dtypes[0])])
     here, on_gpu = machine.machine(where), where.type == "cuda"
-    usual = load_device("a100-80")
     threads = max(1, here.threads)
-    own = Device(
+    return Device(
         name=here.name if on_gpu else f"{here.name}, {threads} threads",
         memory=DeviceMemory(_memory(where, threads), limits.copy.rate),
         peak=peak,
-        links=_links(where, threads, limits.copy.rate, links, usual.efficiency),
-        efficiency=usual.efficiency,
+        links=_links(where, threads, limits.copy.rate, links),
+        efficiency=load_device(_USUAL).efficiency,
         threads=0 if on_gpu else threads,
         sources={
             "peak": f"measured products; {torch.__version__}",
@@ -199,12 +200,6 @@ def _measured(
             "links": "measured collectives" if links else "half of the copy's bandwidth, assumed",
         },
     )
-    steps = []
-    for model, rows, tokens, parts in sizes(quick=quick):
-        report(f"width {model.hidden_size}, {model.num_layers} layers, {rows} x {tokens} tokens")
-        steps.append(_step(model.config(tokens), rows, parts, where, dtypes[0], seconds))
-    start = own.efficiency if on_gpu else replace(own.efficiency, **_CPU_START)
-    return _fitted(own, steps, start, FITTED)
 
 
 @contextmanager
@@ -231,11 +226,7 @@ def _memory(where: torch.device, threads: int) -> int:
 
 
 def _links(
-    where: torch.device,
-    threads: int,
-    copy: float,
-    links: CommunicationModel | None,
-    usual: DeviceEfficiency,
+    where: torch.device, threads: int, copy: float, links: CommunicationModel | None
 ) -> DeviceLinks:
     """Return the links of a machine without a network: nodes are as far as its own devices."""
     count = torch.cuda.device_count() if where.type == "cuda" else 0
@@ -245,7 +236,7 @@ def _links(
         for (collective, _, text), curve in curves.items()
         if collective == "all_reduce" and (ranks := int(text)) > 1
     ]
-    rate = max(rates, default=copy / 2)
+    rate, usual = max(rates, default=copy / 2), load_device(_USUAL).efficiency
     # ``step_time`` takes a share of these; what was measured is that share.
     return DeviceLinks(
         devices_per_node=count or max(1, len(os.sched_getaffinity(0)) // threads),
@@ -256,16 +247,10 @@ def _links(
     )
 
 
-def _step(
-    config: TransformerConfig,
-    rows: int,
-    parts: int,
-    where: torch.device,
-    dtype: torch.dtype,
-    seconds: float,
-) -> DeviceStep:
+def _step(case: Case, where: torch.device, dtype: torch.dtype, seconds: float) -> DeviceStep:
     """Measure a training step: forward, backward, clipping and AdamW."""
-    parallel = ParallelConfig(microbatches=parts)
+    model, rows, tokens, parts = case
+    config, parallel = model.config(tokens), ParallelConfig(microbatches=parts)
     step = training_step(config, parallel, rows * parts, device=where, dtype=dtype)
     for _ in range(_WARM_UP):
         step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,21 +35,13 @@ class GenerationWork(SmallModel):
     tokens: int  # new ones of each
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GenerationRow(InterleavedRow):
-    """What a way of generating reached."""
+    """What a way of generating reached; a turn has the prompt too."""
 
     work: GenerationWork  # what was generated
     name: str  # which way
-    seconds: list[float] = field(default_factory=list)  # of each turn, prompt included
-    # of its seconds to ours, turn by turn: above 1 ours is faster
-    ratios: list[float] = field(default_factory=list)
     same: float = 1.0  # the share of its tokens that are ours
-
-    @property
-    def tokens_of_turn(self) -> int:
-        """The new tokens."""
-        return self.work.sequences * self.work.tokens
 
 
 def measure(
@@ -62,7 +54,8 @@ def measure(
     host.tune_host(threads=threads)
     report(f"making {work.preset} in {work.dtype}")
     ways = _ways(work)
-    rows = [GenerationRow(work, name) for name in ways]
+    made = work.sequences * work.tokens
+    rows = [GenerationRow(tokens=made, work=work, name=name) for name in ways]
     tokens = {name: run() for name, run in ways.items()}
     for row in rows:
         row.same = (tokens[row.name] == tokens[OURS]).double().mean().item()

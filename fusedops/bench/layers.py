@@ -6,7 +6,6 @@ generic tests do not know it. Groups are names for several rows: ``fusedops benc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
 from fusedops.specs import BenchCase, Sample, Spec
-from fusedops.specs.make import randn
+from fusedops.specs.make import TensorFactory
 
 GROUPS = ("moe",)
 # (input, expert ids [tokens, top_k], their weights, gate_up [E, 2 * inner, hidden],
@@ -63,15 +62,12 @@ def routed(experts: Experts) -> Callable[..., Tensor]:
     return layer
 
 
-def _layer_case(
-    tokens: int, hidden: int, size: int, num_experts: int, top_k: int, *, headline: bool = True
-) -> BenchCase:
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
+def _layer_case(tokens: int, hidden: int, size: int, num_experts: int, top_k: int) -> BenchCase:
+    def make(new: TensorFactory) -> Sample:
         # Steps of 1/16 are numbers of every dtype, and no two of a row are equal: all variants
         # choose the same experts.
         order = torch.rand(tokens, num_experts, generator=torch.Generator().manual_seed(5))
-        logits = (order.argsort(1) / 16).to(device, dtype).requires_grad_()
+        logits = (order.argsort(1) / 16).to(new.device, new.dtype).requires_grad_()
         args = (
             new(tokens, hidden),
             logits,
@@ -80,17 +76,10 @@ def _layer_case(
         )
         return Sample("bench", args, {"top_k": top_k})
 
-    weights, rows = 3 * num_experts * hidden * size, tokens * top_k
-    flops = 6 * rows * hidden * size
-    return BenchCase(
-        label=f"{tokens}x{hidden}, {num_experts} experts of {size}, top-{top_k}",
-        make=make,
-        bytes_forward=lambda dtype: (weights + 2 * tokens * hidden) * dtype.itemsize,
-        bytes_backward=lambda dtype: (2 * weights + 4 * tokens * hidden) * dtype.itemsize,
-        flops_forward=flops,
-        flops_backward=2 * flops,
-        headline=headline,
-    )
+    weights, flops = 3 * num_experts * hidden * size, 6 * tokens * top_k * hidden * size
+    label = f"{tokens}x{hidden}, {num_experts} experts of {size}, top-{top_k}"
+    elements = (weights + 2 * tokens * hidden, 2 * weights + 4 * tokens * hidden)
+    return BenchCase.moving(label, make, elements, (flops, 2 * flops))
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -105,12 +94,12 @@ MOE_LAYER = Spec(
     bad_inputs=lambda device: [],
     bench_case=_layer_case,
     bench_cases=(
-        _layer_case(1024, 1024, 1408, 8, 2),
-        _layer_case(1024, 1024, 1408, 8, 8),
-        _layer_case(1024, 768, 384, 64, 2),
-        _layer_case(1024, 768, 384, 64, 8),
-        _layer_case(128, 1024, 1408, 8, 2, headline=False),
-        _layer_case(16, 768, 384, 64, 8, headline=False),
+        _layer_case(1024, 1024, 1408, 8, 2).headlined(),
+        _layer_case(1024, 1024, 1408, 8, 8).headlined(),
+        _layer_case(1024, 768, 384, 64, 2).headlined(),
+        _layer_case(1024, 768, 384, 64, 8).headlined(),
+        _layer_case(128, 1024, 1408, 8, 2),
+        _layer_case(16, 768, 384, 64, 8),
     ),
     summary="a layer of experts: choice, products and combination",
     autocast="lower",

@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
-from fusedops.bench.cases import lead, timed_row, ulps
+from fusedops.bench.cases import lead, peak_of, timed_row, ulps
 from fusedops.bench.contenders import backends_since, error_line
 from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
 from fusedops.bench.results import AUTOMATIC, COMPILE, EAGER, BenchRow, dtype_name, is_ours
 from fusedops.bench.runner import BenchSettings
 from fusedops.integrations import patch
-from fusedops.runtime.peak import peak_bytes
 from fusedops.runtime.timer import Clock, Timing, TimingPlan, Variant, measure
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
@@ -74,7 +73,6 @@ class ModelContender:
     """A model in one mode."""
 
     name: str  # ``"eager"``, ``"compile"`` or ``"fusedops"``
-    model: nn.Module  # whose parameters get gradients
     prepare: Callable[[], Any]  # makes what a run writes on, outside of what is timed
     # one training step without its optimiser, one forward, or all steps of decoding
     run: Callable[[Any], Any]
@@ -158,13 +156,13 @@ def run_case(case: ModelCase, settings: BenchSettings) -> FamilyResult:
     del truth, known
     settings.report("memory")
     work = _work(stock, flops, case, settings.limits)
-    peaks = {contender.name: _peak(contender, settings) for contender in able}
+    variants = [Variant(contender.name, contender.run, contender.prepare) for contender in able]
+    peaks = {
+        variant.name: peak_of(variant, settings.device) if settings.memory else None
+        for variant in variants
+    }
     settings.report("timing")
-    timing = measure(
-        [Variant(contender.name, contender.run, contender.prepare) for contender in able],
-        settings.clock,
-        settings.plan,
-    )
+    timing = measure(variants, settings.clock, settings.plan)
     rows = []
     for name, peak in peaks.items():
         against = lead(timing, name)
@@ -243,31 +241,19 @@ def _contender(
     if case.mode == DECODING:
         decoder = GivenTokenDecoder(case.family, model, case.size, device)
         decoder.model = call
-
-        def decoded() -> Values:
-            return Values(decoder.run(decoder.prepare()))
-
-        return ModelContender(name, model, decoder.prepare, decoder.run, decoded)
+        prepare, run = decoder.prepare, decoder.run
+        return ModelContender(name, prepare, run, lambda: Values(run(prepare())))
     dtype = next(model.parameters()).dtype
     inputs = case.family.batch(case.size, device, dtype, labels=case.mode == TRAINING)
     if case.mode == FORWARD:
-
-        def forward(_: Any = None) -> Any:
-            return _forward(call, inputs)
-
-        return ModelContender(name, model, lambda: None, forward, lambda: Values(forward().logits))
+        forward = torch.no_grad()(lambda _=None: call(**inputs))
+        return ModelContender(name, lambda: None, forward, lambda: Values(forward().logits))
     return ModelContender(
         name,
-        model,
         lambda: model.zero_grad(set_to_none=True),
         lambda _: call(**inputs).loss.backward(),
         lambda: _step(model, call, inputs),
     )
-
-
-@torch.no_grad()
-def _forward(call: Any, inputs: Inputs) -> Any:
-    return call(**inputs)
 
 
 def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
@@ -289,15 +275,6 @@ def _truth(stock: nn.Module, case: ModelCase, device: torch.device) -> tuple[Val
     with FlopCounterMode(display=False) as counter:
         values = exact.values()
     return values, counter.get_total_flops()
-
-
-def _peak(contender: ModelContender, settings: BenchSettings) -> int | None:
-    if not settings.memory:
-        return None
-    value = contender.prepare()
-    peak = peak_bytes(lambda: contender.run(value), settings.device)
-    contender.model.zero_grad(set_to_none=True)
-    return peak
 
 
 def _work(model: nn.Module, flops: int, case: ModelCase, limits: Limits) -> LeastWork:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.text import Text
 
 from fusedops.bench import svg
 from fusedops.bench.results import AUTOMATIC, COMPILE, EAGER, BenchRecord, BenchRow
-from fusedops.terminal import files
 from fusedops.terminal.console import DISTURBED, number_columns, print_table
 
 _WIDE = 132
@@ -39,11 +37,6 @@ def draw(record: BenchRecord) -> str:
         if (ours := case.get(AUTOMATIC)) is not None
     ]
     return svg.bars(f"Times faster than eager ({record.machine['slug']})", lines)
-
-
-def save_svg(path: str | os.PathLike[str], record: BenchRecord) -> None:
-    """Write the picture, all or nothing."""
-    files.write_text(path, draw(record))
 
 
 def verdict(

@@ -129,10 +129,8 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
         )
     try:
         rows = tuple(BenchRow(**row) for row in data["rows"])
-        others = {
-            field.name: data[field.name] for field in fields(BenchRecord) if field.name != "rows"
-        }
-        return BenchRecord(**{**others, "rows": rows, "notes": tuple(data["notes"])})
+        values = {field.name: data[field.name] for field in fields(BenchRecord)}
+        return BenchRecord(**values | {"rows": rows, "notes": tuple(data["notes"])})
     except (TypeError, KeyError) as error:
         raise files.UserError(f"{path} is a damaged record: {error}; measure again") from None
 

@@ -9,7 +9,7 @@ disturbs the machine disturbs all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class ScalingSetting:
     parallel: dict[str, Any] | None
 
 
+_PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": 8}
 SETTINGS = {
     entry.name: entry
     for entry in (
@@ -52,13 +53,9 @@ SETTINGS = {
         ScalingSetting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
         ScalingSetting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
         ScalingSetting("cp 2", 2, 1, {"cp": 2}),
-        ScalingSetting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
-        *(
-            ScalingSetting(
-                f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name}
-            )
-            for name in ("zero_bubble", "zbv")
-        ),
+        ScalingSetting("pp 2", 2, 1, _PIPELINE),
+        ScalingSetting("pp 2, zero_bubble", 2, 1, _PIPELINE | {"pipeline_schedule": "zero_bubble"}),
+        ScalingSetting("pp 2, zbv", 2, 1, _PIPELINE | {"pipeline_schedule": "zbv"}),
     )
 }
 FIRST = "one process"
@@ -72,21 +69,12 @@ class ScalingWork(SmallModel):
     tokens: int  # of a sequence
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScalingRow(InterleavedRow):
-    """What a setting reached."""
+    """What a setting reached; a turn is a step."""
 
     setting: ScalingSetting  # which
-    tokens: int  # of a step
-    seconds: list[float] = field(default_factory=list)  # of a step, of each turn
-    # of the first setting's seconds to these, turn by turn: 1 is its speed
-    ratios: list[float] = field(default_factory=list)
     loss: float = 0.0  # of the first step
-
-    @property
-    def tokens_of_turn(self) -> int:
-        """Those of a step: ``seconds`` are of one."""
-        return self.tokens
 
 
 def measure(
@@ -101,12 +89,11 @@ def measure(
         RuntimeError: a process failed; with what it said.
     """
     chosen = [SETTINGS[name] for name in dict.fromkeys((FIRST, *names))]
-    rows = [ScalingRow(setting, work.sequences * work.tokens) for setting in chosen]
+    tokens = work.sequences * work.tokens
+    rows = [ScalingRow(setting=setting, tokens=tokens) for setting in chosen]
     teams = [
-        TeamSetting(
-            setting.name, setting.processes, setting.threads, partial(_step_of, setting, work)
-        )
-        for setting in chosen
+        TeamSetting(own.name, own.processes, own.threads, partial(_step_of, own, work))
+        for own in chosen
     ]
     measured = interleaved(teams, seconds, report)
     for row, (times, loss) in zip(rows, measured, strict=True):

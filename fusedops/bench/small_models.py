@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,21 +104,20 @@ def shape_of_step(
     return step_shape(config, Layout(parallel, training))
 
 
+@dataclass(kw_only=True)
 class InterleavedRow:
-    """A row of one of several ways that are measured alternately: of generation, or of scaling."""
+    """What one of several ways reached that are measured alternately."""
 
-    seconds: list[float]  # of each turn
-    ratios: list[float]  # of the seconds of the way that is compared with, turn by turn
-
-    @property
-    def tokens_of_turn(self) -> int:
-        """How many tokens a turn takes, of all sequences together."""
-        raise NotImplementedError
+    tokens: int  # of a turn, of all sequences together
+    seconds: list[float] = field(default_factory=list)  # of each turn
+    # against the way that is compared with, turn by turn: of generation its seconds by ours, of
+    # scaling the first setting's by its
+    ratios: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
         """The median."""
-        return self.tokens_of_turn / statistics.median(self.seconds)
+        return self.tokens / statistics.median(self.seconds)
 
     @property
     def ratio(self) -> float:

@@ -51,13 +51,9 @@ def kendall_tau(pairs: Iterable[tuple[float, float]]) -> float:
     """
     values = list(pairs)
     signs = [
-        (_sign(first[0] - second[0]), _sign(first[1] - second[1]))
-        for index, first in enumerate(values)
-        for second in values[:index]
+        ((x > u) - (x < u), (y > v) - (y < v))
+        for index, (x, y) in enumerate(values)
+        for u, v in values[:index]
     ]
     scale = math.sqrt(sum(a * a for a, _ in signs) * sum(b * b for _, b in signs))
     return sum(a * b for a, b in signs) / scale if scale else 1.0
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)

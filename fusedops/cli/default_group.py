@@ -8,9 +8,12 @@ import typer
 
 
 class DefaultGroup(typer.core.TyperGroup):
-    """A group whose subcommand may be left out: ``bench gelu`` means ``bench run gelu``."""
+    """A group whose first subcommand may be left out: ``bench gelu`` is ``bench run gelu``."""
 
-    default: str
+    @property
+    def default(self) -> str:
+        """The name of that subcommand."""
+        return next(iter(self.commands))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the default subcommand before arguments that do not begin with one."""

@@ -42,9 +42,7 @@ def generate(
     stop: Annotated[list[str] | None, Option(help="Text that ends generation; repeatable.")] = None,
     tokenizer: Annotated[str | None, Option(help="bytes, or a tokenizer.json.")] = None,
     step: Annotated[int | None, Option(help="Step of a run; default: the last.")] = None,
-    dtype: Annotated[
-        str | None, Option(help=f"{', '.join(_DTYPES)}; default: the saved dtype.")
-    ] = None,
+    dtype: Annotated[str | None, Option(help=f"{', '.join(_DTYPES)}; default: as saved.")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[int, Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
@@ -145,9 +143,7 @@ def _continue(
     prompts = [loaded.text.encode(text) for text in texts]
     for text, tokens in zip(texts, prompts, strict=True):
         if not tokens:
-            raise files.UserError(
-                f"the prompt {text!r} has no token: give a text of one letter at least"
-            )
+            raise files.UserError(f"the prompt {text!r} has no token: give one letter at least")
     ends = tuple(token for token in loaded.text.stop if token < config.vocab_size)
     options = replace(options, stop=ends)
     if not exact and config.position_tables:

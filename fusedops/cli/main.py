@@ -44,10 +44,7 @@ def _show_version(requested: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
-        ),
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from fusedops.terminal import files
 from fusedops.terminal.console import console, print_line
 
@@ -87,8 +89,9 @@ def deliver_record(
     results: Path | None,
     *,
     name: str,
+    complete: bool,
 ) -> None:
-    """Show a record of ``fusedops bench`` and write its files.
+    """Show a record of ``fusedops bench`` and write its files; exit unless it is ``complete``.
 
     ``results`` gets a folder of the device, with a file for each op, or family, and dtype; their
     ``name`` is as ``save_parts`` takes it.
@@ -103,8 +106,10 @@ def deliver_record(
         [
             (json_file, partial(save_json, record=record)),
             (csv_file, partial(save_csv, record=record)),
-            (svg_file, partial(report.save_svg, record=record)),
+            text_file(svg_file, partial(report.draw, record)),
             (results, partial(save_parts, record=record, name=name, save=save)),
         ],
         out,
     )
+    if not complete:
+        raise typer.Exit(130)  # as a shell says of an interrupted command

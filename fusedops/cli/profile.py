@@ -150,9 +150,10 @@ def _traces(folder: str) -> _Profile:
 
     traces = read_traces(folder, processes=os.cpu_count() or 1)
     kernels: dict[str, tuple[float, int]] = {}
-    for name, (seconds, calls) in (item for trace in traces for item in trace.kernels.items()):
-        before = kernels.get(name, (0.0, 0))
-        kernels[name] = before[0] + seconds, before[1] + calls
+    for trace in traces:
+        for name, (seconds, calls) in trace.kernels.items():
+            before = kernels.get(name, (0.0, 0))
+            kernels[name] = before[0] + seconds, before[1] + calls
     ranks = [trace.times for trace in traces if trace.times is not None]
     notes = [trace.note for trace in traces if trace.note]
     present = {times.rank for times in ranks}

@@ -38,9 +38,7 @@ def report(
     with files.one_line_errors():
         record = _read_plan(Path(plan)) if plan else None
         if not Path(run).is_dir():
-            raise files.UserError(
-                f"{run} is no folder of a run: fusedops train writes one at `out`"
-            )
+            raise files.UserError(f"{run} is no folder of a run: fusedops train writes it at `out`")
         if watch:
             _watch(run, record, host, port, every)
             return

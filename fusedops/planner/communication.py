@@ -128,11 +128,9 @@ def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Communication
     return best
 
 
-def mean_error(
-    curve: CommunicationCurve, sizes: Iterable[float], seconds: Iterable[float]
-) -> float:
+def mean_error(curve: CommunicationCurve, sizes: Iterable[float], times: Iterable[float]) -> float:
     """Return the mean of the absolute errors of a curve, as logarithms."""
-    pairs = zip(sizes, seconds, strict=True)
+    pairs = zip(sizes, times, strict=True)
     return statistics.fmean(abs(math.log(curve.seconds(x) / t)) for x, t in pairs)
 
 
@@ -208,9 +206,8 @@ def _fit(
     chosen = int(cost.argmin())
     if not rises[chosen]:
         return None
-    return CommunicationCurve(
-        float(solved[chosen, 0]), tuple(slopes[chosen].tolist()), knees[chosen]
-    )
+    latency = float(solved[chosen, 0])
+    return CommunicationCurve(latency, tuple(slopes[chosen].tolist()), knees[chosen])
 
 
 def _plain(x: torch.Tensor, t: torch.Tensor) -> CommunicationCurve:
@@ -260,8 +257,6 @@ class CommunicationModel:
                 curves[key] = CommunicationCurve(float(row["latency"]), slopes, knees)
             return cls(curves)
         except OSError as error:
-            raise InputError(
-                f"cannot read {path}: {error.strerror or error}; check the path"
-            ) from None
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from None
         except (KeyError, TypeError, ValueError):
             raise InputError(f"{path} is no file of fusedops bench communication --json") from None

@@ -225,19 +225,14 @@ class Layout:
     @property
     def recomputed(self) -> frozenset[str]:
         """What the backward recomputes, in words of ``PARTIAL_RECOMPUTE``."""
-        words = self.recompute.split("+")
-        return frozenset(PARTIAL_RECOMPUTE if "selective" in words else words) & set(
-            PARTIAL_RECOMPUTE
-        )
+        words, partial = self.recompute.split("+"), frozenset(PARTIAL_RECOMPUTE)
+        return partial if "selective" in words else partial.intersection(words)
 
     @cached_property
     def without_recomputation(self) -> Layout:
         """The same without recomputation, which layers after ``recompute_layers`` have not."""
         plain = replace(
-            self.parallel,
-            recompute="none",
-            recompute_layers=None,
-            recompute_slice_activation=False,
+            self.parallel, recompute="none", recompute_layers=None, recompute_slice_activation=False
         )
         return Layout(plain, self.training)
 
@@ -304,14 +299,7 @@ class Layout:
 def layer_runs(
     model: TransformerConfig, stages: int, balance: str, cuts: tuple[int, ...] | None = None
 ) -> tuple[range, ...]:
-    """Return the layers of each stage.
-
-    Args:
-        model: what is trained.
-        stages: of all ranks.
-        balance: as ``pipeline_balance``.
-        cuts: as ``pipeline_cuts``.
-    """
+    """Return the layers of each of all ranks' stages, as ``pipeline_balance`` and ``_cuts`` ask."""
     if cuts is not None:
         return tuple(at(cuts, model.num_layers, stages, _OP))
     if balance == "layers":
@@ -323,12 +311,9 @@ def layer_runs(
 _OPTIONS = (
     *("dp", "tp", "pp", "cp", "ep", "zero", "sp", "micro_batch", "microbatches", "seq_len"),
     *("pipeline_schedule", "pipeline_virtual", "precision", "kernels", "dropout", "chunked_loss"),
-    "expert_imbalance",
-    *("pipeline_cuts", "recompute", "recompute_layers", "recompute_slice_activation"),
-    "mp_comm_recompute",
-    *("parallel_optimizer_comm_recompute", "offload", "optimizer_overlap"),
-    "bucket_bytes",
-    *("param_dtype", "reduce_dtype"),
+    *("expert_imbalance", "pipeline_cuts", "recompute", "recompute_layers"),
+    *("recompute_slice_activation", "mp_comm_recompute", "parallel_optimizer_comm_recompute"),
+    *("offload", "optimizer_overlap", "bucket_bytes", "param_dtype", "reduce_dtype"),
 )
 
 

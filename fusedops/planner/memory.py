@@ -20,6 +20,7 @@ Fragmentation, the libraries' workspaces and what is no tensor are not in it.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -134,14 +135,7 @@ def _ranks_to_compare(model: TransformerConfig, layout: Layout) -> Iterable[int]
 def weights_of_rank(
     model: TransformerConfig, layout: Layout, rank: int, *, inside: bool = False
 ) -> Weights:
-    """Return the parameters of a pipeline rank, before its devices share them.
-
-    Args:
-        model: what is trained.
-        layout: how.
-        rank: of the pipeline.
-        inside: of the layers alone.
-    """
+    """Return the parameters of a pipeline rank, of all its devices; ``inside``: of its layers."""
     stage = _Stage(model, layout, rank)
     return stage.inside if inside else stage.parameters
 
@@ -164,19 +158,18 @@ def _layer_token_bytes(model: TransformerConfig, layout: Layout, index: int) -> 
     """Return a layer's saved bytes per token, and those of what the backward does not recompute."""
     config = layout.parallel
     sizes = config.tp, config.sp, config.ep
-    return _token_bytes(model, layout.training, *sizes, config.recompute, index)
+    return _token_bytes(model, layout.training, sizes, config.recompute, index)
 
 
 @lru_cache(_CACHED)
 def _token_bytes(
     model: TransformerConfig,
     training: TrainingShape,
-    tp: int,
-    sp: bool,
-    ep: int,
+    sizes: tuple[int, bool, int],
     recompute: str,
     index: int,
 ) -> tuple[float, float]:
+    tp, sp, ep = sizes
     layout = Layout(ParallelConfig(tp=tp, sp=sp, dp=ep, ep=ep, recompute=recompute), training)
     tensors = saved_tensors.layer(model, layout, index)
     return _bytes(tensors, layout), _bytes(tensors, layout, recomputed=False)
@@ -282,15 +275,11 @@ class _Stage:
         self.gradient_bytes = layout.gradient_bytes
         self.ranks = config.sizes.data
         self.kinds = model.kinds(self.layers)
-        inside = sum(
-            (_layer_weights(model, layer)[0] * n for layer, n in self.kinds.items()), Weights()
-        )
+        of_kinds = [_layer_weights(model, layer)[0] for layer in self.kinds]
+        inside = sum(map(operator.mul, of_kinds, self.kinds.values()), Weights())
         self.inside = inside
         self.parameters = inside + self._outside()
-        largest = max(
-            (_layer_weights(model, layer)[0] for layer in self.kinds), key=lambda w: w.total
-        )
-        self.largest_layer = self._on_device(largest)
+        self.largest_layer = self._on_device(max(of_kinds, key=lambda weights: weights.total))
         self.vocabulary = model.vocab_size * model.hidden_size / config.tp
         self.has_vocabulary = self.first or self.last
         self.weights = self._on_device(self.parameters, shared=config.zero >= 3) * sizes.weights

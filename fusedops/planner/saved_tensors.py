@@ -73,11 +73,8 @@ def before(model: TransformerConfig, layout: Layout) -> list[SavedActivation]:
         saved.append(SavedActivation("dropout mask", model.hidden_size, 1, "sp"))
     if model.rotary:
         # One table of cosines and one of sines for all layers and sequences.
-        saved.append(
-            SavedActivation(
-                "rotary tables", 2 * model.size_of_head / layout.training.micro_batch, item
-            )
-        )
+        numbers = 2 * model.size_of_head / layout.training.micro_batch
+        saved.append(SavedActivation("rotary tables", numbers, item))
     return saved
 
 
@@ -86,10 +83,8 @@ def after(model: TransformerConfig, layout: Layout) -> list[SavedActivation]:
     item, h = layout.bytes_of.activations, model.hidden_size
     saved = [] if model.post_norm else list(_norm(model, layout, "last norm"))
     if model.head == "masked":
-        saved += [
-            SavedActivation("pre-activation", h, item, "sp"),
-            *_norm(model, layout, "head norm"),
-        ]
+        saved.append(SavedActivation("pre-activation", h, item, "sp"))
+        saved += _norm(model, layout, "head norm")
     return [*saved, SavedActivation("labels", 1, 8)]
 
 
@@ -167,9 +162,8 @@ def _experts(model: TransformerConfig, layout: Layout) -> Iterator[SavedActivati
     if model.shared_size:
         yield from _feed_forward(replace(model, intermediate_size=model.shared_size), layout)
     if layout.training.kernels == "fused":
-        yield SavedActivation(
-            "router logits", model.num_experts if model.router == "learned" else 0, item, "tp"
-        )
+        logits = model.num_experts if model.router == "learned" else 0
+        yield SavedActivation("router logits", logits, item, "tp")
         # Weight, index, place and position of each slot.
         yield SavedActivation("routing plan", 4 * k, 4, "tp")
         yield SavedActivation("experts' pre-activation", products * f, item, "tp")

@@ -20,11 +20,12 @@ from torch.utils.flop_counter import flop_registry
 
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial import SpatialTensor
-from fusedops.parallel.spatial.partition import Axis, Partition, evenly
+from fusedops.parallel.spatial.partition import Axis, evenly
 from fusedops.parallel.spatial.tensor import wrap
 from fusedops.planner.device import Device
 from fusedops.planner.step_time import KERNEL_SECONDS
 
+Sizes = tuple[int, ...]
 _POINT_TO_POINT = "send_receive"
 
 
@@ -134,22 +135,12 @@ class _Clock(TorchDispatchMode):
 
 
 def trace(
-    module: nn.Module,
-    shape: tuple[int, ...],
-    place: tuple[int, ...],
-    cut: tuple[int, ...],
-    device: Device,
-    dtype: torch.dtype,
+    module: nn.Module, shape: Sizes, place: Sizes, cut: Sizes, device: Device, dtype: torch.dtype
 ) -> SpatialRank:
-    """Return what a rank does in a step.
+    """Return what a rank does in a step of a module on the meta device.
 
-    Args:
-        module: on the meta device.
-        shape: of the complete input, ``[B, C, ...]``.
-        place: of the rank along each dim behind the channels.
-        cut: ranks along each of them.
-        device: each of the devices.
-        dtype: of parameters and activations.
+    ``place`` is that of the rank along each dim behind the channels, ``cut`` the ranks along each,
+    ``shape`` that of the complete input, ``[B, C, ...]``.
     """
     x = _part(shape, place, cut, dtype)
     local: Any = getattr(x, "_local", x)
@@ -188,16 +179,12 @@ def trace(
     )
 
 
-def _part(
-    shape: tuple[int, ...], place: tuple[int, ...], cut: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+def _part(shape: Sizes, place: Sizes, cut: Sizes, dtype: torch.dtype) -> Tensor:
     """Return the part of a rank, a plain tensor on one device."""
     axes: dict[int, Axis] = {}
     for index, (rank, ranks) in enumerate(zip(place, cut, strict=True)):
         if ranks > 1:
             group: Any = _PlannedGroup(str(index), rank, ranks)
             axes[index + 2] = Axis(str(index), group, rank, ranks)
-    partition: Partition = evenly("spatial_plan", shape, axes)
-    local = torch.empty(partition.local_shape, dtype=dtype, device="meta")
-    part: Tensor = wrap(local, partition)
-    return part
+    partition = evenly("spatial_plan", shape, axes)
+    return wrap(torch.empty(partition.local_shape, dtype=dtype, device="meta"), partition)

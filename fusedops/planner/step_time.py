@@ -85,14 +85,12 @@ class _Costs:
         moved = self.shape.element * (rows * columns + rows * inner + columns * inner)
         return max(compute, moved / self.device.memory.bandwidth) + KERNEL_SECONDS
 
-    def products(
-        self, rows: float, columns: float, inner: float, dtype: str
-    ) -> tuple[float, float]:
+    def products(self, rows: float, width: float, inner: float, dtype: str) -> tuple[float, float]:
         """Return the seconds of a product, and of those of its gradients."""
-        gradients = self.product(rows, inner, columns, dtype)
+        gradients = self.product(rows, inner, width, dtype)
         if not self.shape.frozen:
-            gradients += self.product(columns, inner, rows, dtype)
-        return self.product(rows, columns, inner, dtype), gradients
+            gradients += self.product(width, inner, rows, dtype)
+        return self.product(rows, width, inner, dtype), gradients
 
     def sent_by_ring(self, ranks: int) -> float:
         """Return the bytes/s at which each rank of a ring of devices sends to its neighbour.
@@ -253,9 +251,8 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     parts["head"] = head * shape.microbatches if has_head else 0.0
     if shape.pp > 1:
         parts["bubble"] = (_bubble(shape) + usual.stage_wait * shape.microbatches) * of_stage
-        rounds = (
-            shape.pp - 1 + shape.virtual * shape.pp + shape.microbatches * (shape.virtual - 1) / 2
-        )
+        rounds: float = shape.pp - 1 + shape.virtual * shape.pp
+        rounds += shape.microbatches * (shape.virtual - 1) / 2
         parts["pipeline"] = 2 * rounds * costs.sent()
     parts["data"], overlapped = _data(shape, costs, of_stage)
     if not shape.frozen:

@@ -99,12 +99,8 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
         8192.0
     """
     config = layout.parallel
-    names = (
-        *("tp", "pp", "dp", "cp", "ep", "sp", "microbatches", "offload"),
-        "overlap_microbatches",
-    )
-    options = {name: getattr(config, name) for name in names}
-    options["schedule"], options["virtual"] = config.pipeline_schedule, config.virtual
+    sizes = ("tp", "pp", "dp", "cp", "ep", "microbatches", "virtual")
+    options = {name: getattr(config, name) for name in (*sizes, "sp", "offload")}
     offloads = "activations" in config.offload
     return _shape(
         model,
@@ -116,6 +112,8 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
         else (),
         saved_bytes=layer_bytes(model, layout, 0) if offloads else 0.0,
         micro_batch=layout.training.micro_batch,
+        overlap_microbatches=config.overlap_microbatches,
+        schedule=config.pipeline_schedule,
         **options,
     )
 

@@ -59,9 +59,8 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
         parts["tensor"] = _tensor(model, layout, rank) * config.microbatches
     layers, again = _layers(model, layout, rank)
     if config.cp > 1:
-        context = _context(model, layout) * len(layers) + _context_recomputation(
-            model, layout
-        ) * len(again)
+        once, second = _context(model, layout), _context_recomputation(model, layout)
+        context = once * len(layers) + second * len(again)
         parts["context"] = context * config.microbatches
     sparse, repeated = (sum(map(model.is_sparse, some)) for some in (layers, again))
     if sparse:
@@ -294,15 +293,12 @@ def _tensors(model: TransformerConfig, layout: Layout, rank: int) -> tuple[int, 
 
     Counted on two small models.
     """
-    one, two = (
-        [
-            ".experts." in name
-            for name, _ in Transformer(
-                replace(model, num_layers=n, moe_layers=None), device="meta"
-            ).named_parameters()
-        ]
-        for n in (1, 2)
-    )
+
+    def is_of_experts(layers: int) -> list[bool]:
+        small = Transformer(replace(model, num_layers=layers, moe_layers=None), device="meta")
+        return [".experts." in name for name, _ in small.named_parameters()]
+
+    one, two = is_of_experts(1), is_of_experts(2)
     experts = sum(two) - sum(one)
     layers = len(two) - len(one) - experts
     stages = layout.stages_of(rank)

@@ -1,10 +1,8 @@
-"""Predictions of the rows of published tables, and the scripts that print and fit them."""
+"""Predictions of the rows of published tables, their memory, and bisection."""
 
 from __future__ import annotations
 
-import csv
 import itertools
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,9 +10,11 @@ import evaluate
 import evaluation
 import fit
 import pytest
+from recursive_search import recursive_layout
+from row_memory import row_memory
 
-from fusedops.bench.tables import kendall_tau
-from fusedops.planner import load_device, step_time
+from fusedops.bench.tables import csv_text, kendall_tau, load_rows
+from fusedops.planner import check, fastest, load_device, preset, step_shape, step_time
 
 GPT = {"layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "gpus": "8", "arch": "dense"}
 ROW = {
@@ -85,6 +85,7 @@ SHAPES: dict[str, tuple[dict[str, str], str, object]] = {
     "FSDP2 gathers a pipeline stage once in a step": (FSDP2, "zero", 1),
     "FSDP gathers a pipeline stage for each micro-batch": (FSDP2 | {"shard": "fsdp"}, "zero", 3),
     "who converts to float8": ({"gpu": "H100", "precision": "FP8"}, "cast_bytes", 0),
+    "torch's own float8": ({"precision": "float8-tensorwise"}, "cast_bytes", 8.0),
     # Megatron reduces fp16 gradients as they are, and accumulates those of bf16 in float32.
     "gradients of fp16": ({"precision": "fp16"}, "reduce_bytes", 2),
     "gradients of bf16": ({"precision": "bf16"}, "reduce_bytes", 4),
@@ -133,18 +134,16 @@ def test_the_script_adds_columns_and_prints_errors(
     ]
     rows += [{**ROW, "gbs": "60", "step_s": "1"}, {**ROW, "step_s": "soon"}]
     steps, out = tmp_path / "steps.csv", tmp_path / "predictions.csv"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, ROW | {"step_s": ""}))
     evaluate.main([str(steps), "--out", str(out)])
     printed = capsys.readouterr().out
     assert "Mean absolute errors" in printed and "1 groups" in printed
-    with out.open(newline="") as file:
-        written = list(csv.DictReader(file))
+    written = load_rows(out)
     assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False, True]
     assert written[3]["why"] == "dp x mbs = 16 does not divide gbs = 60"
     assert written[0]["predicted_fits"] == "1" and written[0]["source"] == "here"
     evaluate.main([str(steps), "--half", "--out", str(out)])
-    with out.open(newline="") as file:
-        assert [row["mbs"] for row in csv.DictReader(file)] == ["2", "4"]
+    assert [row["mbs"] for row in load_rows(out)] == ["2", "4"]
 
 
 def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +156,7 @@ def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         peak = {"mem_gib": "70"} if mbs == 1 else {"mem_gib": ""}
         rows.append({**row, "gpu": "", "step_s": f"{seconds:.6f}", **peak})
     steps, out = tmp_path / "steps.csv", tmp_path / "mine.toml"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, rows[0]))
     fit.main([str(steps), "--names", "products,attention", "--out", str(out)])
     mine = load_device(out)
     assert asdict(mine.links) == asdict(device.links) and "8 steps" in mine.sources["efficiency"]
@@ -168,45 +167,11 @@ def test_a_fitted_device_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     # Rows that are not fitted say nothing of the constants.
     for row in rows[1::2]:
         row["step_s"] = "1000"
-    write(steps, rows)
+    steps.write_text(csv_text(rows, rows[0]))
     capsys.readouterr()
     fit.main([str(steps), "--names", "products,attention", "--half"])
     printed = capsys.readouterr().out
     assert "products = 0.5\n" in printed and "not fitted: here: 4 steps" in printed
-
-
-@pytest.mark.parametrize(
-    ("main", "words", "message"),
-    [
-        (evaluate.main, ["missing.csv"], "cannot read missing.csv"),
-        (fit.main, ["missing.csv", "--device", "h10"], "did you mean h100"),
-        (fit.main, ["missing.csv=h10"], "did you mean h100"),
-    ],
-)
-def test_a_wrong_call_is_one_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    main: Callable[[list[str]], None],
-    words: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def test_torchs_own_float8_takes_casts() -> None:
-    row = {**ROW, "gpu": "H100", "precision": "float8-tensorwise", "shard": "fsdp2"}
-    assert evaluation.shape_of(row).cast_bytes > 0
 
 
 # VIA-Research/vTrain, data/ground_truth_multi.csv: GPT of 3.6 billion parameters on 8 nodes of 8
@@ -232,3 +197,127 @@ def test_measured_steps_on_several_nodes(tp: int, micro_batch: int, seconds: flo
     row |= {"tp": str(tp), "pp": "1", "dp": str(64 // tp), "recompute": "full"}
     row |= {"mbs": str(micro_batch), "gbs": "512"}
     assert evaluation.predict(row).step_s == pytest.approx(seconds, rel=0.2)
+
+
+H100 = load_device("h100")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "batch", "slower"),
+    [
+        ("llama3-8b", 8, 64, 1.05),
+        ("gpt3", 512, 1024, 1.15),
+        ("mixtral-8x7b", 64, 512, 1.15),
+        pytest.param("llama3-405b", 16384, 2048, 1.1, marks=pytest.mark.ci),
+    ],
+)
+def test_recursive_bisection_finds_good_layouts_without_a_device(
+    name: str, devices: int, batch: int, slower: float
+) -> None:
+    model, memory = preset(name), H100.memory.usable
+    row = recursive_layout(model, devices, batch, memory)
+    assert row is not None and row.left(memory) >= 0
+    check(model, row.layout, devices)
+    config = row.layout.parallel
+    assert config.dp * row.layout.training.micro_batch * config.microbatches == batch
+    best = fastest(model, devices, H100, batch, keep=1).rows[0]
+    seconds = step_time(step_shape(model, row.layout), H100).seconds
+    assert best.seconds <= seconds <= slower * best.seconds
+
+
+def cells(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+GPT_22B = cells(
+    "arch=dense layers=48 hidden=6144 heads=64 vocab=51200 seq=2048 gpu=A100 gpu_mem_gb=80 "
+    "precision=fp16 recompute=full tp=8 pp=1 dp=1 mbs=4 gbs=4"
+)
+INTERN_7B = cells(
+    "arch=dense-glu layers=32 hidden=4096 heads=32 vocab=103168 ffn=11008 seq=2048 gpu=A800 "
+    "gpu_mem_gb=80 precision=bf16 recompute=full mbs=1 tp=1 pp=1 dp=1"
+)
+GPT_182B = cells(
+    "arch=dense layers=78 hidden=13824 heads=96 vocab=250880 seq=2048 gpu=A100 gpu_mem_gb=80 "
+    "precision=fp16 recompute=full gbs=2048 shard=zero1"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "gib"),
+    [
+        (INTERN_7B | {"shard": "fsdp", "dp": "3", "gbs": "12"}, 72),
+        (INTERN_7B | {"shard": "fsdp", "dp": "6", "gbs": "24"}, 39),
+        (INTERN_7B | {"shard": "fsdp", "tp": "4", "gbs": "4"}, 52),
+        (INTERN_7B | {"shard": "zero1", "tp": "4", "gbs": "4"}, 61),
+        (INTERN_7B | {"shard": "zero1", "pp": "5", "gbs": "4"}, 62),
+        (GPT_182B | {"tp": "8", "pp": "6", "dp": "8", "mbs": "4"}, 59),
+        (GPT_182B | {"tp": "4", "pp": "12", "dp": "8", "mbs": "2"}, 48),
+        (GPT_182B | {"tp": "4", "pp": "6", "dp": "16", "mbs": "4"}, 75),
+    ],
+)
+def test_published_peaks(row: dict[str, str], gib: float) -> None:
+    prediction = evaluation.predict(row)
+    assert prediction.mem_gib == pytest.approx(gib, rel=0.09) and prediction.fits
+
+
+def bytes_of(row: dict[str, str]) -> int:
+    return row_memory(row, evaluation.shape_of(row)).needed
+
+
+def test_an_unsharded_fp16_optimizer_needs_20_bytes_per_parameter() -> None:
+    # Megatron's documentation: weights and gradients 2 + 2, master weights and moments 12, float32
+    # gradients while it steps 4.
+    few_tokens = GPT_22B | {"seq": "128", "mbs": "1", "gbs": "1"}
+    parameters = 22.1e9 / 8
+    assert bytes_of(few_tokens) == pytest.approx(20 * parameters, rel=0.02)
+    assert bytes_of(few_tokens | {"precision": "bf16"}) == pytest.approx(18 * parameters, rel=0.03)
+
+
+def test_a_full_device_does_without_the_allocators_cache() -> None:
+    row = INTERN_7B | {"shard": "zero1", "pp": "3", "gbs": "4"}
+    assert bytes_of(row) > 80 << 30
+    prediction = evaluation.predict(row)  # 75 were measured
+    assert prediction.fits and prediction.mem_gib == 80
+    smaller = evaluation.predict(row | {"gpu_mem_gb": "72"})
+    assert not smaller.fits and smaller.mem_gib is not None and smaller.mem_gib > 72
+
+
+def test_other_precisions_and_devices_have_no_such_optimizer() -> None:
+    plain = INTERN_7B | {"shard": "fsdp", "dp": "4", "gbs": "16"}
+    for change in ({"precision": "amp_bf16"}, {"precision": "bf16-pure"}, {"gpu": "H100"}):
+        assert bytes_of(plain | change) < 0.75 * bytes_of(plain)
+
+
+def test_zero3_gathers_one_product_and_fsdp_a_layer() -> None:
+    row = GPT_182B | {"tp": "1", "pp": "1", "dp": "512", "mbs": "1", "precision": "amp"}
+    layer, product = 12 * 13824**2, 4 * 13824**2
+    gathered = bytes_of(row | {"shard": "fsdp"}) - bytes_of(row | {"shard": "zero3"})
+    assert gathered == pytest.approx((layer - product) * (2 * 2 + 4), rel=0.01)
+
+
+def test_a_reserve_is_the_median_of_what_the_peaks_show() -> None:
+    device = load_device("a100-80")
+    rows = []
+    for tokens, more in (("1024", 2.0), ("2048", 3.5), ("512", 9.0)):
+        row = GPT_22B | {"seq": tokens}
+        rows.append(row | {"mem_gib": str(bytes_of(row) / 2**30 + more)})
+    assert evaluation.measured_reserve(rows, device) == pytest.approx(3.5 * 2**30, rel=1e-6)
+    assert evaluation.measured_reserve([GPT_22B], device) is None
+    assert device.memory.usable < device.memory.bytes - device.memory.reserved
+
+
+def test_an_evaluation_counts_errors_of_memory_and_what_ran_out() -> None:
+    row = GPT_182B | {"tp": "8", "pp": "6", "dp": "8", "mbs": "4", "source": "here"}
+    predicted = evaluation.predict(row).mem_gib
+    assert predicted is not None
+    rows = [
+        row | {"mem_gib": str(predicted / 1.1)},
+        row | {"mem_gib": str(predicted / 0.9)},
+        row | {"tp": "2", "pp": "24", "oom": "1"},
+        row | {"tp": "1", "pp": "8", "dp": "48", "oom": "1", "gbs": "1536"},
+    ]
+    result = evaluation.evaluate(rows)
+    error, count = result.memory_errors["here"]
+    assert error == pytest.approx(10.0) and count == 2 and not result.errors
+    assert result.fitting == (2, 2) and result.unfitting[1] == 2

@@ -1,4 +1,4 @@
-"""Steps of the processes in ``test_bench_teams.py``, which must be importable by name."""
+"""Steps of the processes in ``test_bench_device.py``, which must be importable by name."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""``fusedops bench`` from the command line, over a spec whose figures are known."""
+"""``fusedops bench`` and ``bench compare``, over a spec and rows whose figures are known."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +16,20 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench_records import invoke
+from bench_records import invoke, record, row
 
 import fusedops
 from fusedops._core import backends
 from fusedops.bench import contenders
 from fusedops.bench.cases import tiny_sample, ulps
+from fusedops.bench.compare import compare, parse_share
 from fusedops.bench.limits import Limit, Limits
-from fusedops.bench.results import BenchRecord, load_json
+from fusedops.bench.results import BenchRecord, load_json, save_csv, save_json, save_parts, to_csv
 from fusedops.runtime.architecture import cpu_slug
 from fusedops.runtime.peak import peak_bytes
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
+from fusedops.specs.make import TensorFactory
+from fusedops.terminal.files import UserError
 
 ROWS, COLUMNS = 64, 128
 CPU = torch.device("cpu")
@@ -40,9 +45,9 @@ def twice_as_much_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.exp(x + 0.0)
 
 
-def _make(device: torch.device, dtype: torch.dtype) -> Sample:
-    x = torch.linspace(0.5, 1.0, ROWS * COLUMNS, device=device).reshape(ROWS, COLUMNS)
-    return Sample("bench", (x.to(dtype).requires_grad_(),))
+def _make(new: TensorFactory) -> Sample:
+    x = torch.linspace(0.5, 1.0, ROWS * COLUMNS, device=new.device).reshape(ROWS, COLUMNS)
+    return Sample("bench", (x.to(new.dtype).requires_grad_(),))
 
 
 def _spec(
@@ -64,12 +69,7 @@ def _spec(
         ],
         bad_inputs=lambda device: [],
         bench_cases=tuple(
-            BenchCase(
-                label=label,
-                make=make,
-                bytes_forward=lambda dtype: 2 * ROWS * COLUMNS * dtype.itemsize,
-                bytes_backward=lambda dtype: 3 * ROWS * COLUMNS * dtype.itemsize,
-            )
+            BenchCase.moving(label, make, (2 * ROWS * COLUMNS, 3 * ROWS * COLUMNS)).headlined()
             for label in labels
         ),
         summary="",
@@ -213,25 +213,18 @@ def test_what_fails_costs_only_its_rows(
     assert record.notes == (f"odd 64x128 float32: {note}",)
 
 
-class Overwriting(torch.autograd.Function):
+def overwriting(x: torch.Tensor) -> torch.Tensor:
     """A peer that leaves zeros where its argument and its incoming gradient were."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.exp(x)
-        ctx.save_for_backward(y)
-        x.zero_()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        result = grad * ctx.saved_tensors[0]
+    def wiped(grad: torch.Tensor) -> torch.Tensor:
+        kept = grad.clone()
         grad.zero_()
-        return result
+        return kept
 
-
-def overwriting(x: torch.Tensor) -> torch.Tensor:
-    return Overwriting.apply(x)
+    y = torch.exp(x)
+    y.register_hook(wiped)
+    x.detach().zero_()
+    return y
 
 
 overwriting.overwrites = True  # type: ignore[attr-defined]
@@ -242,15 +235,15 @@ def test_a_peer_that_overwrites_its_arguments_gets_copies(
 ) -> None:
     made = []
 
-    def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        made.append(_make(device, dtype))
+    def make(new: TensorFactory) -> Sample:
+        made.append(_make(new))
         return made[-1]
 
     record = measured(*FLOAT32, a=_spec("a", make, peer=overwriting))
     rows = [row for row in record.rows if row.variant == "peer"]
     assert [row.direction for row in rows] == ["forward", "backward", "both"]
     assert all(row.error_max_ulps is not None and row.error_max_ulps < 2 for row in rows)
-    wanted = _make(CPU, torch.float32).args[0]
+    wanted = _make(TensorFactory(CPU, torch.float32)).args[0]
     assert all(torch.equal(sample.args[0], wanted) for sample in made)
 
 
@@ -270,7 +263,7 @@ def test_an_interrupt_keeps_what_was_measured_before(
     """Rows are written as they come."""
     path, before = tmp_path / "a.json", []
 
-    def interrupted(device: torch.device, dtype: torch.dtype) -> Sample:
+    def interrupted(new: TensorFactory) -> Sample:
         before.extend(load_json(path).rows)
         signal.raise_signal(by)
         raise AssertionError("still running")
@@ -396,3 +389,100 @@ def test_an_element_that_is_no_number_is_the_largest_error() -> None:
     truth = torch.ones(2, dtype=torch.float64)
     largest, mean = ulps([torch.tensor([float("nan"), 1.0]), torch.ones(2)], [truth, truth])
     assert math.isnan(largest) and math.isnan(mean)
+
+
+def run_compare(tmp_path: Path, before: BenchRecord, after: BenchRecord, *options: str) -> Any:
+    save_json(tmp_path / "a.json", before)
+    save_json(tmp_path / "b.json", after)
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    return invoke("bench", "compare", *paths, *options)
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    before = record(row(), row("eager", host_us=3.25))
+    save_json(tmp_path / "a.json", before)
+    assert load_json(tmp_path / "a.json") == before
+
+
+SLOWER = "slower: gelu 16x16 float32 forward fusedops: 100.0 -> 120.0 us (+20.0%"
+NONE = "no row became slower"
+MISSING = "only in the first record: gelu 9x9 float32 forward fusedops"
+DOUBTFUL = "not judged, disturbed while measured: gelu"
+EAGER = row("eager")
+# Rows before and after, options, the exit code, and what is printed.
+VERDICTS: dict[str, tuple[list[Any], list[Any], tuple[str, ...], int, str]] = {
+    "slower": ([row(), EAGER], [row(median=120), EAGER], (), 1, SLOWER),
+    "within the spread": ([row()], [row(median=120, spread=0.3)], (), 0, NONE),
+    "allowed": ([row()], [row(median=120)], ("--fail-if-slower", "25%"), 0, NONE),
+    "not allowed": ([row()], [row(median=120)], ("--fail-if-slower", "0.1"), 1, SLOWER),
+    "faster": ([row()], [row(median=50)], (), 0, "faster: gelu"),
+    "eager alone": ([row(), EAGER], [row(), row("eager", median=150)], (), 0, "+50%"),
+    "disturbed": ([row()], [row(median=500, trusted=False)], (), 0, DOUBTFUL),
+    "missing": ([row(), row(case="9x9")], [row()], (), 0, MISSING),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_what_is_slower_fails_and_is_listed(name: str, tmp_path: Path) -> None:
+    before, after, options, code, printed = VERDICTS[name]
+    done = run_compare(tmp_path, record(*before), record(*after), *options)
+    assert done.exit_code == code and printed in done.output
+
+
+def test_faster_within_the_spread_is_not_listed(tmp_path: Path) -> None:
+    within_spread = record(row(median=80, spread=0.3))
+    assert "faster: gelu" not in run_compare(tmp_path, record(row()), within_spread).output
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        (record(row(), name="Xeon"), "machine"),
+        (record(row(), threads=4), "threads"),
+        (replace(record(row()), settings={"allocator": "system"}), "allocator"),
+        (record(row(dtype="bfloat16")), "dtype"),
+    ],
+)
+def test_different_conditions_are_refused_unless_told(
+    tmp_path: Path, other: BenchRecord, word: str
+) -> None:
+    done = run_compare(tmp_path, record(row()), other)
+    assert done.exit_code == 2
+    assert f"differ in {word}" in done.stderr and "--allow-different" in done.stderr
+    assert run_compare(tmp_path, record(row()), other, "--allow-different").exit_code == 0
+
+
+def test_nothing_in_common_is_an_error() -> None:
+    with pytest.raises(UserError, match="no row in common"):
+        compare(record(row()), record(row(op="mlp")), allowed=0.05)
+
+
+@pytest.mark.parametrize("text", ["five", "", "-1%", "nan", "inf"])
+def test_wrong_share_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--fail-if-slower"):
+        parse_share(text)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rows": 1}', "[]", '{"rows": [], "format": 99}', '{"rows": [{}], "format": 1}']
+)
+def test_json_that_is_no_record_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"a\.json "):
+        load_json(tmp_path / "a.json")
+
+
+def test_csv_has_versions_in_each_row(tmp_path: Path) -> None:
+    table = list(csv.DictReader(io.StringIO(to_csv(record(row())))))
+    assert len(table) == 1
+    assert table[0]["median_us"] == "100" and table[0]["tflop_per_s"] == ""
+    assert table[0]["torch"] == "2.13.0" and table[0]["device"] == "cpu-zen5"
+    assert table[0]["commit"] == "0123456789ab+"
+
+
+def test_results_go_to_one_file_per_op_and_dtype(tmp_path: Path) -> None:
+    rows = (row(), row(dtype="bfloat16"), row(op="mlp"))
+    written = save_parts(tmp_path, record(*rows), "{}-{}.csv", save_csv)
+    names = ["gelu-float32.csv", "gelu-bfloat16.csv", "mlp-float32.csv"]
+    assert written == [tmp_path / "cpu-zen5" / name for name in names]
+    assert all(len(path.read_text().splitlines()) == 2 for path in written)

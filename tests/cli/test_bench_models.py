@@ -1,13 +1,15 @@
-"""``fusedops bench models`` on models that run in milliseconds: rows, values, verdict, files."""
+"""``fusedops bench models`` and ``bench memory`` on models that run in milliseconds."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from bench_records import LIMITS, invoke, row
 from torch import nn
 
 import fusedops
-from fusedops.bench import models
+from fusedops.bench import memory, models
 from fusedops.bench.model_zoo import FAMILIES, HEADLINE, ModelSize
 from fusedops.bench.models import DECODING, FORWARD, TRAINING, ModelCase, run_case
 from fusedops.bench.results import load_json
@@ -253,24 +255,6 @@ def test_the_fastest_other_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert models.slower([ours], 0.97) == ([ours], [])
 
 
-def test_interrupt_keeps_what_was_measured_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real = models.run_case
-
-    def interrupted(case: models.ModelCase, settings: BenchSettings) -> Any:
-        if case.family.name == "vit":
-            raise KeyboardInterrupt
-        return real(case, settings)
-
-    monkeypatch.setattr(models, "run_case", interrupted)
-    chosen = ("--family", "bert,vit", "--mode", "forward", "--dtype", "float32")
-    done = bench(*chosen, "--results", str(tmp_path))
-    assert done.exit_code == 130, done.output
-    assert "interrupted at vit forward 32x2, 2x16 float32" in done.output
-    assert [path.name for path in tmp_path.glob("*/*")] == ["models-bert-float32.json"]
-
-
 def test_a_dtype_that_stock_cannot_run_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not implemented for 'Half'\nsecond line")
@@ -289,3 +273,43 @@ def test_compile_row_is_measured() -> None:
     assert found.notes == () and found.wrong == ()
     assert [row.variant for row in found.rows] == ["eager", "compile", "fusedops"]
     assert found.rows[2].rival in ("eager", "compile")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_rows_hold_less_where_less_is_kept_and_keep_every_bit(family: str) -> None:
+    size = ModelSize(hidden=64, layers=4, batch=4, seq_len=64)
+    timing = CpuClock(), TimingPlan(2, 2, 0.0), lambda what: None
+    rows, reports = memory.run_case(FAMILIES[family], size, torch.float32, CPU, *timing)
+    by_name = {row.policy: row for row in rows}
+    assert all(row.same_bits for row in rows)
+    plain = by_name["plain"]
+    assert plain.overhead == 1.0
+    whole, selective = by_name["recompute"], by_name["recompute, keep attention"]
+    assert whole.activations < selective.activations < plain.activations
+    assert by_name["recompute norms"].activations < plain.activations
+    assert by_name["recompute, offload inputs"].activations < whole.activations
+    assert reports["plain"].activations == plain.activations
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    target, picture = tmp_path / "rows.json", tmp_path / "steps.svg"
+    options = f"--hidden 32 --layers 2 --tokens 1x16 --seconds 0.01 --allocator system --threads 1 \
+        --json {target} --svg {picture}"
+    done = invoke("bench", "memory", *options.split())
+    assert done.exit_code == 0, done.output
+    record = json.loads(target.read_text())
+    assert [found["policy"] for found in record["rows"]] == list(memory.policies(["x"]))
+    assert record["settings"]["device"] == "cpu"
+    for found in record["rows"]:
+        assert f"{found['activations'] / 2**20:.1f}" in done.output
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert "recomputation" in drawn.attrib["aria-label"]
+
+
+def test_a_step_in_an_arena_has_the_bits_of_one_without() -> None:
+    size = ModelSize(hidden=32, layers=2, batch=2, seq_len=16)
+    settings = memory.ArenaStepSettings("gpt2", size, torch.float32, 0.01, 1, 1)
+    row = memory._arena_step(settings)
+    assert row.same_bits and row.report.block_bytes >= row.report.bound_bytes > 0
+    assert min(row.plain_ms, row.arena_ms) > 0
+    assert row.speedup_q1 <= row.speedup <= row.speedup_q3

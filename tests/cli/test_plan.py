@@ -10,8 +10,6 @@ from bench_records import invoke
 
 from fusedops.planner import PRESETS, Layout, estimate, load_device, preset
 
-H100 = load_device("h100")
-
 plan = partial(invoke, "plan")
 
 
@@ -79,7 +77,7 @@ def test_a_choice_that_is_given_twice_is_tried_once() -> None:
 
 def test_memory_is_a_size_or_that_of_a_known_device() -> None:
     options = ("--model", "gpt2", "--devices", "1", "--offload", "none", "--json", "-")
-    for name, memory in (("h100", H100.memory.usable), ("", 80 * 2**30)):
+    for name, memory in (("h100", load_device("h100").memory.usable), ("", 80 * 2**30)):
         record = json.loads(plan(*options, *(("--device", name) if name else ())).output)
         assert record["memory"] == memory
     both = plan(*options, "--device", "h100", "--memory", "1GiB")

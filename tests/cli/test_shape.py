@@ -1,16 +1,21 @@
-"""``fusedops bench --shape``: sizes of the user's own; and ``fusedops --version``."""
+"""``fusedops bench --shape``: sizes of the user's own; layers and groups of ops; ``--version``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from bench_records import invoke
 
 import fusedops
-from fusedops.bench.layers import LAYERS
+from fusedops._core import dtypes
+from fusedops.bench.contenders import ContenderCall, peers_of
+from fusedops.bench.layers import LAYERS, MOE_LAYER
+from fusedops.cli.bench.ops import _specs
 from fusedops.cli.bench.shape import case_of, example
 from fusedops.specs import all_specs
 from fusedops.terminal.files import UserError
@@ -52,7 +57,7 @@ def test_an_op_without_a_shape_says_so() -> None:
 
 
 @pytest.mark.usefixtures("known_limits")
-def test_sizes_that_do_not_fit_together_are_a_note() -> None:
+def test_a_shape_is_measured_and_sizes_that_do_not_fit_together_are_a_note() -> None:
     assert "nan is no number of seconds" in bench("layer_norm", "--seconds", "nan").output
     given = ("--quick", "--dtype", "float32", "--seconds", "0.01")
     shape = "batch=1,heads=3,rows=8,size=16,key_heads=2"
@@ -60,11 +65,7 @@ def test_sizes_that_do_not_fit_together_are_a_note() -> None:
     assert done.exit_code == 0 and "no rows: Number of heads" in done.output
     done = bench("geglu", "--shape", "rows=2,columns=3,approximate=erf", *given)
     assert done.exit_code == 0 and "no rows: KeyError('erf')" in done.output
-
-
-@pytest.mark.usefixtures("known_limits")
-def test_a_shape_is_measured() -> None:
-    done = bench("gelu", "--shape", "shape=8x16,approximate=tanh", "--quick", "--dtype", "float32")
+    done = bench("gelu", "--shape", "shape=8x16,approximate=tanh", *given)
     assert done.exit_code == 0 and "8x16 tanh" in done.output
 
 
@@ -72,3 +73,38 @@ def test_the_version_is_told() -> None:
     done = invoke("--version")
     assert done.exit_code == 0
     assert done.output.startswith(f"fusedops {fusedops.__version__} (torch {torch.__version__}")
+
+
+CPU = torch.device("cpu")
+
+
+def test_group_names_ops_and_layers() -> None:
+    names = [spec.name for spec in _specs(["moe"])]
+    assert {"moe_route", "moe_permute", "moe_unpermute", "grouped_mm", "moe_mlp"} < set(names)
+    assert names[-1] == "moe_layer"
+    assert set(names[:-1]) < set(all_specs())
+    assert [spec.name for spec in _specs(["gelu", "moe_layer", "gelu"])] == ["gelu", "moe_layer"]
+    assert not set(LAYERS) & {spec.name for spec in _specs([])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_variants_of_the_layer_agree(dtype: torch.dtype) -> None:
+    call = ContenderCall.of(MOE_LAYER, MOE_LAYER.samples(CPU, dtype)[0])
+    wide = call.double()
+
+    def results(call: ContenderCall, function: Callable[..., Any]) -> list[Any]:
+        output = call.forward(function)
+        return [output.detach(), *call.backward(output)]
+
+    truth, eager = results(wide, MOE_LAYER.eager), results(call, MOE_LAYER.eager)
+    for name, function in {"ours": MOE_LAYER.op, **peers_of(MOE_LAYER.name)}.items():
+        for actual, base, want in zip(results(call, function), eager, truth, strict=True):
+            budget = dtypes.error_budget(base, want, dtype, depth=256)
+            assert ((actual.double() - want).abs() <= budget).all(), name
+
+
+def test_work_of_the_layer_is_that_of_its_three_products() -> None:
+    case = MOE_LAYER.bench_cases[0]
+    assert case.label == "1024x1024, 8 experts of 1408, top-2"
+    assert case.flops_forward == 2 * (1024 * 2) * 1024 * (3 * 1408)
+    assert case.flops_backward == 2 * case.flops_forward

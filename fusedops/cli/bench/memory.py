@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
     from fusedops.bench.memory import ArenaStepRow, MemoryRow
     from fusedops.bench.model_zoo import ModelSize
-    from fusedops.memory.arena import Placement
+    from fusedops.bench.runner import Conditions
     from fusedops.memory.measurement.report import MemoryReport
-
-_COLUMNS = ("lower", "upper", "size")
 
 
 def memory(
@@ -133,16 +132,6 @@ class _Result:
     same_bits: bool = True
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A file that was placed."""
-
-    name: str
-    buffers: dict[str, list[int]]  # by column
-    placement: Placement
-    seconds: float
-
-
 def arena(
     sources: Annotated[
         list[Path] | None, Argument(metavar="FILES...", help="CSV files: id,lower,upper,size.")
@@ -150,9 +139,7 @@ def arena(
     capacity: Annotated[int | None, Option(min=0, help="Bytes that are few enough.")] = None,
     alignment: Annotated[int, Option(min=1, help="Of every offset.")] = 1,
     seconds: Annotated[float, options.seconds_per("file, or process of --step", most=3600)] = 1.0,
-    step: Annotated[
-        bool, Option("--step", help="Time a training step with and without an arena.")
-    ] = False,
+    step: Annotated[bool, Option("--step", help="Time a step with and without an arena.")] = False,
     family: Annotated[str, Option(help="Of the model of --step.")] = "gpt2",
     dtype: Annotated[str, Option(help="Of its weights.")] = "bfloat16",
     hidden: options.Hidden = 512,
@@ -161,12 +148,8 @@ def arena(
     threads: options.Threads = 0,
     processes: Annotated[int, Option(min=1, help="Fresh processes of --step.")] = 5,
     patched: Annotated[bool, Option("--patched", help="Fuse the model of --step.")] = False,
-    json_file: Annotated[
-        Path | None, Option("--json", help="Write rows and offsets to a file.")
-    ] = None,
-    svg_file: Annotated[
-        Path | None, Option("--svg", help="Draw the buffers of the first file.")
-    ] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write rows and offsets.")] = None,
+    svg_file: Annotated[Path | None, Option("--svg", help="Draw the first file's buffers.")] = None,
 ) -> None:
     """Place buffers of known lifetimes in one block, and compare its size with the lower bound.
 
@@ -180,7 +163,8 @@ def arena(
             raise files.UserError("fusedops bench arena needs either FILES or --step")
         if step:
             size = options.model_size(hidden, layers, tokens)
-            result = _steps(family, dtype, size, seconds, threads, processes, patched)
+            conditions = options.conditions(dtype, "cpu", seconds, threads, "system")
+            result = _steps(family, size, conditions, processes, patched=patched)
         else:
             result = _placements(sources or [], capacity, alignment, seconds)
 
@@ -196,29 +180,23 @@ def arena(
 
 
 def _steps(
-    family: str,
-    dtype: str,
-    size: ModelSize,
-    seconds: float,
-    threads: int,
-    processes: int,
-    patched: bool,
+    family: str, size: ModelSize, conditions: Conditions, processes: int, *, patched: bool
 ) -> _Result:
-    """Time a training step with and without an arena."""
+    """Time a step with and without an arena."""
     from fusedops.bench import machine
     from fusedops.bench import memory as bench
     from fusedops.bench.model_zoo import FAMILIES
 
-    conditions = options.conditions(dtype, "cpu", seconds, threads, "system")
     options.words(family, FAMILIES, "family")
-    dtypes = conditions.set_up()
-    if len(dtypes) != 1:
-        raise files.UserError(f"--step needs one dtype, got {dtype}")
-    given = (family, size, dtypes[0], seconds, threads, processes, patched)
+    dtype, *others = conditions.set_up()
+    if others:
+        raise files.UserError(f"--step needs one dtype, got {','.join(conditions.dtypes)}")
+    given = (dtype, conditions.seconds, conditions.threads, processes, patched)
     with sigterm_interrupts():
-        rows = bench.arena_steps(bench.ArenaStepSettings(*given))
+        rows = bench.arena_steps(bench.ArenaStepSettings(family, size, *given))
     speedup, report = statistics.median(row.speedup for row in rows), rows[0].report
-    settings = {"family": family, "dtype": dtype, "size": size.label, "patched": patched}
+    settings: dict[str, Any] = {"family": family, "dtype": conditions.dtypes[0]}
+    settings |= {"size": size.label, "patched": patched}
     record = {"settings": settings, "rows": [asdict(row) for row in rows], "speedup": speedup}
     return _Result(
         machine.provenance(conditions.device) | record,
@@ -252,37 +230,42 @@ def _placements(
     """Place the buffers of each file."""
     from fusedops.memory.arena import place
 
-    rows = []
+    records: list[dict[str, Any]] = []
+    boxes: list[tuple[int, int, int, int]] = []
     with steps(len(sources)) as progress, sigterm_interrupts():
         for source in sources:
             progress.describe(source.name)
-            buffers = _read(source)
-            given = (buffers[name] for name in _COLUMNS)
+            lower, upper, size = _read(source)
             began = time.perf_counter()
+            limits: dict[str, Any] = {"capacity": capacity, "alignment": alignment}
             try:
-                placed = place(*given, capacity=capacity, alignment=alignment, seconds=seconds)
+                placed = place(lower, upper, size, seconds=seconds, **limits)
             except ValueError as error:
                 raise files.UserError(f"{source}: {error}") from None
-            rows.append(_Row(source.name, buffers, placed, time.perf_counter() - began))
+            record = {
+                "file": source.name,
+                "buffers": len(placed.offsets),
+                "bound": placed.bound,
+                "block": placed.height,
+                "fits": placed.fits,
+                "exact": placed.exact,
+                "seconds": time.perf_counter() - began,
+                "offsets": list(placed.offsets),
+            }
+            records.append(record)
+            ends = map(operator.add, placed.offsets, size)
+            boxes = boxes or list(zip(lower, upper, placed.offsets, ends, strict=True))
             progress.advance()
-    first = rows[0]
-    columns = (*(first.buffers[name] for name in _COLUMNS), first.placement.offsets)
-    return _Result(
-        {"rows": [_record(row) for row in rows]},
-        partial(_show, rows),
-        f"{first.name}: {first.placement.height} bytes, bound {first.placement.bound}",
-        [
-            (begin, end, offset, offset + size)
-            for begin, end, size, offset in zip(*columns, strict=True)
-        ],
-    )
+    first = records[0]
+    title = f"{first['file']}: {first['block']} bytes, bound {first['bound']}"
+    return _Result({"rows": records}, partial(_show, records, capacity), title, boxes)
 
 
-def _read(source: Path) -> dict[str, list[int]]:
+def _read(source: Path) -> list[list[int]]:
     """Return the columns of a file."""
     from fusedops.bench.tables import load_rows
 
-    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[int]] = {name: [] for name in ("lower", "upper", "size")}
     for number, row in enumerate(load_rows(source), 2):
         for name, column in columns.items():
             text = row.get(name)
@@ -293,30 +276,16 @@ def _read(source: Path) -> dict[str, list[int]]:
                     f"{source}, line {number}: {name} must be an integer, got {text!r}; the first "
                     "line must be id,lower,upper,size"
                 ) from None
-    return columns
+    return list(columns.values())
 
 
-def _show(rows: list[_Row], out: Console) -> None:
+def _show(records: list[dict[str, Any]], capacity: int | None, out: Console) -> None:
     cells = []
-    for row in rows:
-        placement = row.placement
-        words = "the smallest possible" if placement.exact else "fits" if placement.capacity else ""
-        words = words if placement.fits else "larger than the capacity"
-        sizes = len(placement.offsets), placement.bound, placement.height
-        cells.append((row.name, *sizes, f"{1 + placement.gap:.4f}", f"{row.seconds:.2f}", words))
+    for record in records:
+        words = "the smallest possible" if record["exact"] else "fits" if capacity else ""
+        words = words if record["fits"] else "larger than the capacity"
+        sizes = [record[name] for name in ("buffers", "bound", "block")]
+        share = record["block"] / record["bound"] if record["bound"] else 1.0
+        cells.append((record["file"], *sizes, f"{share:.4f}", f"{record['seconds']:.2f}", words))
     figures = number_columns("buffers", "bound", "block", "block / bound", "seconds")
     show_table(out, ("file", *figures, ""), cells)
-
-
-def _record(row: _Row) -> dict[str, object]:
-    placement = row.placement
-    return {
-        "file": row.name,
-        "buffers": len(placement.offsets),
-        "bound": placement.bound,
-        "block": placement.height,
-        "fits": placement.fits,
-        "exact": placement.exact,
-        "seconds": row.seconds,
-        "offsets": list(placement.offsets),
-    }

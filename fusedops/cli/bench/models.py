@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +15,6 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    import torch
-
     from fusedops.bench.model_zoo import ModelFamily, ModelSize
     from fusedops.bench.results import BenchRecord
 
@@ -56,10 +55,7 @@ def models(
     steps: Annotated[int, Option(min=1, help="Tokens that decoding generates.")] = 32,
     compiled: Annotated[
         bool | None,
-        Option(
-            "--compile/--no-compile",
-            help="torch.compile of the stock model too; default: not on a CPU: it takes minutes.",
-        ),
+        Option("--compile/--no-compile", help="torch.compile too; default: not on a CPU."),
     ] = None,
     calibrate: Annotated[
         bool, Option("--calibrate", help="Patch with calibrate=True, example=batch.")
@@ -109,22 +105,17 @@ def models(
             run.notes += result.notes
             wrong.extend(result.wrong)
 
-        def case_of(
-            chosen: ModelFamily, of: str, asked: ModelSize, at: torch.dtype
-        ) -> bench.ModelCase:
+        jobs = []
+        for (chosen, of, asked), at in itertools.product(plan, run.dtypes):
             fits = asked if tokens else bench.affordable(of, asked, at, run.device)
-            return bench.ModelCase(chosen, of, fits, at)
-
-        cases = [case_of(*planned, at) for planned in plan for at in run.dtypes]
-        jobs = [(case.title, partial(measure, case)) for case in cases]
+            case = bench.ModelCase(chosen, of, fits, at)
+            jobs.append((case.title, partial(measure, case)))
         complete = run.run(jobs, memory=not quick, calibrate=calibrate)
         run.notes += [f"WRONG: {error}" for error in wrong]
         record = run.record()
         outputs = json_file, csv_file, svg_file, results
-        output.deliver_record(record, *outputs, name="models-{}-{}.json")
+        output.deliver_record(record, *outputs, name="models-{}-{}.json", complete=complete)
     failed = _judge(record, fail_if_slower)
-    if not complete:
-        raise typer.Exit(130)  # as a shell says of an interrupted command
     if wrong or failed:
         raise typer.Exit(1)
 

@@ -24,20 +24,11 @@ if TYPE_CHECKING:
     from fusedops.specs import BenchCase, Spec
 
 
-class _Group(DefaultGroup):
-    default = "run"
-
-
 app = typer.Typer(
-    cls=_Group, add_completion=False, help="Measure ops and whole models, compare two measurements."
+    cls=DefaultGroup,
+    add_completion=False,
+    help="Measure ops and whole models, compare two measurements.",
 )
-app.command(cls=models.Command)(models.models)
-app.command()(memory.memory)
-app.command()(memory.arena)
-app.command()(communication.communication)
-app.command()(small_models.device)
-app.command()(small_models.scaling)
-app.command()(small_models.generate)
 
 
 @app.command(
@@ -51,13 +42,10 @@ def run(
     every: Annotated[bool, Option("--all", help="All ops.")] = False,
     dtype: options.Dtypes = "float32,bfloat16",
     device: options.Device = "cpu",
-    sizes: Annotated[
-        str, Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
-    ] = "",
+    sizes: Annotated[str, Option(help="Such as 4096x1024,16x768; default: headline ones.")] = "",
     all_sizes: Annotated[bool, Option("--all-sizes", help="Every size of the specs.")] = False,
     shape: Annotated[
-        list[str] | None,
-        Option(help="Another size, by dimensions: rows=4096,columns=1024; repeatable."),
+        list[str] | None, Option(help="A size by dimensions: rows=4096,columns=1024; repeatable.")
     ] = None,
     variants: Annotated[
         str, Option(help="Comma-separated: compile, fusedops, fusedops:cpp... eager runs always.")
@@ -65,12 +53,8 @@ def run(
     all_backends: Annotated[
         bool, Option("--all-backends", help="Also the reference, and the chosen backend by name.")
     ] = False,
-    no_compile: Annotated[
-        bool, Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
-    ] = False,
-    quick: Annotated[
-        bool, Option("--quick", help="Few samples, no torch.compile: a first look.")
-    ] = False,
+    no_compile: Annotated[bool, Option("--no-compile", help="Leave torch.compile out.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few samples, no torch.compile.")] = False,
     seconds: Annotated[float, options.seconds_per("size, direction and dtype")] = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
@@ -93,22 +77,20 @@ def run(
             raise files.UserError("name ops or say --all, not both")
         conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
-            raise files.UserError(
-                "--shape needs the names of ops, and neither --sizes nor --all-sizes"
-            )
+            raise files.UserError("--shape needs the names of ops, without --sizes or --all-sizes")
         specs = _specs(ops or [])
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
-        only = _variants(specs, variants)
-        compiled = not (no_compile or quick or (only and "compile" not in only))
+        from fusedops.bench.contenders import names
         from fusedops.bench.runner import BenchRun
 
+        known = dict.fromkeys(name for spec in specs for name in names(spec))
+        only = options.words(variants, known, "variants") if variants else []
+        compiled = not (no_compile or quick or (only and "compile" not in only))
         measured = BenchRun(conditions, conditions.timing(), compiled=compiled)
         jobs = _jobs(measured, plan, json_file)
         complete = measured.run(jobs, only=only, all_backends=all_backends)
         outputs = json_file, csv_file, svg_file, results
-        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv")
-        if not complete:
-            raise typer.Exit(130)  # as a shell says of an interrupted command
+        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv", complete=complete)
 
 
 @app.command()
@@ -132,6 +114,15 @@ def compare(
         )
     _show_verdict(verdict, allowed)
     raise typer.Exit(1 if verdict.slower else 0)
+
+
+app.command(cls=models.Command)(models.models)
+app.command()(memory.memory)
+app.command()(memory.arena)
+app.command()(communication.communication)
+app.command()(small_models.device)
+app.command()(small_models.scaling)
+app.command()(small_models.generate)
 
 
 def _specs(ops: list[str]) -> list[Spec]:
@@ -183,15 +174,6 @@ def _cases(
 def _size(case: BenchCase) -> str:
     """Return the size alone of a label such as ``4096x1024, dropout 0.1``."""
     return re.split(r"[ ,]", case.label)[0]
-
-
-def _variants(specs: list[Spec], text: str) -> list[str]:
-    from fusedops.bench.contenders import names
-
-    if not text:
-        return []
-    known = dict.fromkeys(name for spec in specs for name in names(spec))
-    return options.words(text, known, "variants")
 
 
 def _jobs(run: BenchRun, plan: list[tuple[Spec, BenchCase]], json_file: Path | None) -> list[Job]:

@@ -63,7 +63,7 @@ def _parameters(spec: Spec) -> dict[str, inspect.Parameter]:
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(spec.bench_case, eval_str=True).parameters.values()
-    return {one.name: one for one in parameters if one.kind in named and one.name != "headline"}
+    return {one.name: one for one in parameters if one.kind in named}
 
 
 def _required(parameter: inspect.Parameter) -> bool:
@@ -84,14 +84,14 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(_size, text.split("x")))
+
+
 # By the type of a dimension: how a user writes it, what it must be, and how it is read.
 _KINDS: dict[Any, tuple[str, str, Any]] = {
     int: ("N", "an integer from 1 on", _size),
-    tuple: (
-        "NxN",
-        "sizes from 1 on, such as 16x64",
-        lambda text: tuple(map(_size, text.split("x"))),
-    ),
+    tuple: ("NxN", "sizes from 1 on, such as 16x64", _sizes),
     float: ("0.1", "a number", float),
     bool: ("true", "true or false", {"true": True, "false": False}.__getitem__),
     str: ("WORD", "a word", str),

@@ -32,9 +32,7 @@ def device(
     device: options.Device = "cpu",
     threads: options.Threads = 1,
     dtype: options.Dtypes = "float32,bfloat16",
-    links: Annotated[
-        Path | None, Option(help="JSON of fusedops bench communication on this machine.")
-    ] = None,
+    links: Annotated[Path | None, Option(help="JSON of fusedops bench communication.")] = None,
     seconds: Annotated[float, options.seconds_per("step", most=60)] = 2.0,
     quick: Annotated[bool, Option("--quick", help="Smaller models: a first look.")] = False,
 ) -> None:
@@ -50,12 +48,11 @@ def device(
         from fusedops.bench.device import sizes as cases
         from fusedops.planner.communication import CommunicationModel
 
-        dtypes = conditions.set_up()
+        where, dtypes = conditions.device, conditions.set_up()
         curves = CommunicationModel.load(links) if links else None
         with steps(len(cases(quick=quick)) + 2) as progress, sigterm_interrupts():
-            measured = measure_device(
-                conditions.device, dtypes, seconds, progress.done, links=curves, quick=quick
-            )
+            given = where, dtypes, seconds, progress.done
+            measured = measure_device(*given, links=curves, quick=quick)
         own = measured.device
         source = f"fitted on {len(measured.steps)} steps of small models on this machine"
         files.write_text(out, device_toml(own, asdict(own.efficiency), source))
@@ -89,7 +86,7 @@ def _shown(value: object) -> str:
 
 def _device_cells(step: DeviceStep, error: float) -> list[object]:
     shape = step.shape
-    sizes = {"dp": shape.dp, "zero": shape.zero, "tp": shape.tp, "cp": shape.cp, "pp": shape.pp}
+    sizes = {name: getattr(shape, name) for name in ("dp", "zero", "tp", "cp", "pp")}
     shown = [f"{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
     shown += [name for name in ("sp", "overlap_microbatches") if getattr(shape, name)]
     tokens = f"{shape.micro_batch} x {shape.seq_len} x {shape.microbatches}"
@@ -143,9 +140,7 @@ def _show_generation(rows: list[GenerationRow], out: Console) -> None:
 
 
 def scaling(
-    settings: Annotated[
-        str, Option(help="Comma-separated names of rows, without blanks; default: all.")
-    ] = "",
+    settings: Annotated[str, Option(help="Comma-separated names of rows; default: all.")] = "",
     preset: Annotated[str, Option(help="Preset with the architecture.")] = "gpt2",
     hidden: options.Hidden = 512,
     layers: options.Layers = 6,
@@ -154,10 +149,7 @@ def scaling(
     seconds: Annotated[float, options.seconds_per("setting", most=3600)] = 30.0,
     json_file: options.JsonRows = None,
     device: Annotated[
-        str,
-        Option(
-            help="Also predict steps: TOML files of fusedops bench device, for one thread and two."
-        ),
+        str, Option(help="Also predict: files of fusedops bench device, for one thread and two.")
     ] = "",
 ) -> None:
     """Train one model on one process of two threads and on two processes of one thread.
@@ -174,7 +166,7 @@ def scaling(
 
         with files.user_errors(ValueError):
             models.preset(preset)
-        own = [load_device(name.strip()) for name in device.split(",")] if device else []
+        own = [load_device(name) for name in options.split(device)]
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, *sizes)
@@ -221,13 +213,11 @@ def _show_predicted(
 
     cells, pairs = [], []
     for row in rows:
-        seconds = predicted(work, row.setting, devices)
-        if seconds is None:
-            continue
-        measured = statistics.median(row.seconds)
-        pairs.append((seconds, measured))
-        times = f"{1e3 * measured:.1f}", f"{1e3 * seconds:.1f}"
-        cells.append((row.setting.name, *times, f"{seconds / measured - 1:+.0%}"))
+        seconds, measured = predicted(work, row.setting, devices), statistics.median(row.seconds)
+        if seconds is not None:
+            pairs.append((seconds, measured))
+            times = f"{1e3 * measured:.1f}", f"{1e3 * seconds:.1f}"
+            cells.append((row.setting.name, *times, f"{seconds / measured - 1:+.0%}"))
     columns = ("setting", *number_columns("measured ms", "predicted ms", "error"))
     names = " and ".join(device.name for device in devices)
     show_table(out, columns, cells, title=f"predicted steps, {names}")

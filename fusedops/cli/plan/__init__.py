@@ -12,13 +12,8 @@ from fusedops.cli.plan import image, layouts
 from fusedops.terminal.console import console, number_columns, show_table
 from fusedops.terminal.sizes import show_count
 
-
-class _Group(DefaultGroup):
-    default = "memory"
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=DefaultGroup,
     add_completion=False,
     help="Estimate memory and time of parallel layouts, without a GPU.",
 )

@@ -16,6 +16,7 @@ from fusedops.terminal import files
 from fusedops.terminal.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from fusedops import planner
     from fusedops.models import TransformerConfig
     from fusedops.planner import Layout
 
@@ -23,9 +24,7 @@ _MOST_DEVICES = 1 << 16
 
 Devices = Annotated[int, Option(min=1, max=_MOST_DEVICES, help="Number of devices.")]
 Device = Annotated[str, Option(help="A known device (h100, a100-80), or a TOML file of one.")]
-DeviceMemory = Annotated[
-    str, Option(help="Memory of each device: 32GiB, 80GB; default: what --device has.")
-]
+DeviceMemory = Annotated[str, Option(help="Memory of each: 32GiB, 80GB; default: the device's.")]
 JsonFile = Annotated[str, Option("--json", help="Write all rows to a file; -: print them instead.")]
 
 
@@ -59,16 +58,14 @@ class SearchOptions:
         str, Option(help="Comma-separated: none, optimizer, optimizer+activations.")
     ] = "none,optimizer,optimizer+activations"
     chunked_loss: Annotated[bool, Option("--chunked-loss", help="Logits in chunks.")] = False
-    expert_imbalance: Annotated[
-        float, Option(min=1, help="Rows of the busiest expert rank by their mean.")
-    ] = 1.0
+    expert_imbalance: Annotated[float, Option(min=1, help="Rows of the busiest by the mean.")] = 1.0
     json_file: JsonFile = ""
 
     def sizes(self) -> TransformerConfig:
         """Return the sizes of the model that is named, or of its configuration file."""
         if not self.model:
             raise files.UserError(
-                "--model is missing: a name (fusedops plan models) or a config.json"
+                "--model is missing: a name (fusedops plan models) or config.json"
             )
         from fusedops.models import from_config, preset
 
@@ -130,38 +127,40 @@ def takes_search_options(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
         for field in fields(SearchOptions)
     ]
-    names = [parameter.name for parameter in parameters]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
     parameters += [parameter.replace(kind=keyword) for parameter in own]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        command(SearchOptions(**{name: given.pop(name) for name in names}), **given)
+        command(SearchOptions(**{name: given.pop(name) for name in hints}), **given)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def device_memory(device: str, memory: str) -> int:
-    """Return the bytes of ``--memory``, such as 80GiB, or what ``--device`` has for tensors."""
+def known_device(name: str) -> planner.Device:
+    """Return the device that ``--device`` names."""
+    if not name:
+        raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
     from fusedops.planner import load_device
 
+    return load_device(name)
+
+
+def device_memory(device: str, memory: str) -> int:
+    """Return the bytes of ``--memory``, such as 80GiB, or what ``--device`` has for tensors."""
     with files.user_errors(ValueError):
-        return parse_bytes(memory) if memory else load_device(device).memory.usable
+        return parse_bytes(memory) if memory else known_device(device).memory.usable
 
 
 def _configuration(name: str) -> Path | None:
     """Return the file that ``--model`` names, or ``None`` for the name of a published model."""
     path = Path(name)
+    if path.is_dir():
+        return path / "config.json"
     if name.endswith(".json"):
         return path
-    if (path / "config.json").is_file():
-        return path / "config.json"
-    if path.is_dir():
-        raise files.UserError(
-            f"--model: the folder {name} has no config.json: give a folder with one"
-        )
     if path.is_file():
         raise files.UserError(f"--model: {name} is no configuration: its name must end in .json")
     return None

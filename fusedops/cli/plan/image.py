@@ -11,6 +11,7 @@ import typer
 from typer import Option
 
 from fusedops.cli import output
+from fusedops.cli.bench import options
 from fusedops.cli.plan import arguments
 from fusedops.terminal import files
 from fusedops.terminal.console import number_columns, print_line, show_table
@@ -40,27 +41,21 @@ def image(
     """
     with files.one_line_errors():
         output.check_outputs(json_file)
-        if not device:
-            raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
-        from fusedops.planner import load_device
-
-        sizes, where = _shape(shape), load_device(device)
-        capacity = arguments.device_memory(device, memory)
+        where = arguments.known_device(device)
+        sizes, capacity = _shape(shape), arguments.device_memory(device, memory)
         plans, refused = _plans(model, sizes, devices, where, precision)
         plans.sort(key=lambda plan: (plan.memory > capacity, plan.seconds))
-        fits = sum(plan.memory <= capacity for plan in plans)
         record = {
             "model": model,
             "image": sizes,
             "devices": devices,
             "memory": capacity,
-            "fitting": fits,
+            "fitting": sum(plan.memory <= capacity for plan in plans),
             "refused": refused,
             "cuts": [_record(plan, capacity) for plan in plans],
         }
-        show = partial(_show, model, sizes, where, capacity, plans, refused, rows)
-        output.deliver(record, json_file, show)
-    if not fits:
+        output.deliver(record, json_file, partial(_show, record, plans, where.name, rows))
+    if not record["fitting"]:
         raise typer.Exit(1)
 
 
@@ -87,9 +82,7 @@ def _plans(
     from fusedops.planner import spatial_plan
     from fusedops.planner.spatial import cuts_of
 
-    if precision not in PRECISIONS:
-        known = " and ".join(PRECISIONS)
-        raise files.UserError(f"--precision of an image is one of {known}, got {precision!r}")
+    options.check_known(precision, PRECISIONS, "precision of an image")
     dtype = getattr(torch, PRECISIONS[precision])
     plans: list[SpatialPlan] = []
     refused: dict[str, str] = {}
@@ -118,25 +111,19 @@ def _record(plan: SpatialPlan, memory: int) -> dict[str, Any]:
 
 
 def _show(
-    model: str,
-    shape: tuple[int, ...],
-    device: Device,
-    memory: int,
-    plans: list[SpatialPlan],
-    refused: dict[str, str],
-    rows: int,
-    out: Console,
+    record: dict[str, Any], plans: list[SpatialPlan], device: str, rows: int, out: Console
 ) -> None:
-    for cut, reason in refused.items():
+    for cut, reason in record["refused"].items():
         print_line(out, f"{cut} is refused: {reason}")
     if not plans:
         return
-    first = plans[0]
+    first, memory = plans[0], record["memory"]
     single = first.single
     print_line(
         out,
-        f"{model}: {show_bytes(first.parameters)} of parameters, an input of {_named(shape)} "
-        f"({first.input / 1e9:.3g} GB), {first.devices} x {device.name} ({show_bytes(memory)})",
+        f"{record['model']}: {show_bytes(first.parameters)} of parameters, an input of "
+        f"{_named(record['image'])} ({first.input / 1e9:.3g} GB), "
+        f"{first.devices} x {device} ({show_bytes(memory)})",
     )
     print_line(
         out,
@@ -147,11 +134,10 @@ def _show(
     times = ("compute s", "halo s", "waits s", "step s", "efficiency")
     cells = (_cells(plan, memory) for plan in plans[:rows])
     show_table(out, ("cut", *number_columns(*columns, *times)), cells)
-    fits = sum(plan.memory <= memory for plan in plans)
     print_line(
         out,
-        f"{fits} of {len(plans)} cuts fit; of the busiest device, forward and backward of one "
-        "step; sorted: what fits, by seconds",
+        f"{record['fitting']} of {len(plans)} cuts fit; of the busiest device, forward and "
+        "backward of one step; sorted: what fits, by seconds",
     )
 
 

@@ -132,7 +132,6 @@ def _gib(size: int) -> str:
 def _memory_record(
     name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
 ) -> dict[str, Any]:
-    """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 
     return {
@@ -166,22 +165,20 @@ class PlanRequest:
 
     options: arguments.SearchOptions
     model: TransformerConfig
+    device: Device
     global_batch: int
     memory: int
     base: Layout
     choices: dict[str, Any]
 
-    def plan(self, keep: int, scale: float = 1, batch_scale: float = 1) -> TimedRanking:
-        """Return the ``keep`` fastest layouts, on more or fewer devices and sequences."""
-        from fusedops.planner import fastest, load_device
+    def plan(self, devices: int, batch: int, keep: int) -> TimedRanking:
+        """Return the ``keep`` fastest layouts of so many devices, and sequences of a step."""
+        from fusedops.planner import fastest
 
-        devices = round(self.options.devices * scale)
-        batch = round(self.global_batch * batch_scale)
         limits: dict[str, Any] = {"memory": self.memory, "base": self.base, "keep": keep}
-        where = load_device(self.options.device)
         searching = f"searching layouts of {devices} devices"
         with activity(searching), files.user_errors(ValueError, TypeError):
-            return fastest(self.model, devices, where, batch, **limits, **self.choices)
+            return fastest(self.model, devices, self.device, batch, **limits, **self.choices)
 
 
 @arguments.takes_search_options
@@ -204,16 +201,15 @@ def step_time(
     """
     with files.one_line_errors():
         output.check_outputs(given.json_file, svg_file)
-        if not given.device:
-            raise files.UserError("--device is missing: h100, a100-80 or a TOML file")
+        device = arguments.known_device(given.device)
         sizes, choices = given.sizes(), given.choices()
         for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", given.virtual)):
             choices[name] = (size,) if size else ()
         choices = {name: values for name, values in choices.items() if values}
         memory = arguments.device_memory(given.device, given.memory)
         batch = global_batch or 8 * given.devices
-        request = PlanRequest(given, sizes, batch, memory, given.base(), choices)
-        plan = request.plan(rows)
+        request = PlanRequest(given, sizes, device, batch, memory, given.base(), choices)
+        plan = request.plan(given.devices, batch, rows)
 
         def show(out: Console) -> None:
             _show(request, plan, out)
@@ -226,8 +222,8 @@ def step_time(
             if scaling:
                 _scaling(request, out)
 
-        named = map(_named, plan.rows)
-        drawn = output.text_file(svg_file if plan.rows else "", lambda: picture(plan, list(named)))
+        named = [_named(row) for row in plan.rows]
+        drawn = output.text_file(svg_file if named else "", lambda: picture(plan, named))
         output.deliver(_record(request, plan), given.json_file, show, drawn)
     if not plan.rows:
         raise typer.Exit(1)
@@ -253,6 +249,8 @@ def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
 
 
 def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
+    from fusedops.planner.step_time import utilization
+
     config = row.layout.parallel
     stages = f" x{config.virtual}" if config.virtual > 1 else ""
     return [
@@ -263,22 +261,22 @@ def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
         "+".join(config.offload) or "-",
         f"{row.seconds:.3f}",
         f"{_tokens(row) / row.seconds / devices:,.0f}",
-        f"{100 * _utilization(row, device):.1f} %",
+        f"{100 * utilization(row.shape, device, row.seconds):.1f} %",
         f"{row.estimate.peak / 2**30:.1f}",
     ]
 
 
 def _diff(plan: TimedRanking, text: str, out: Console) -> None:
     """Print two rows of a plan and their differences; ``text`` has their numbers: ``1,2``."""
+    rows = {str(number): row for number, row in enumerate(plan.rows, 1)}
     words = [word.strip() for word in text.split(",")]
-    numbers = [int(word) for word in words if word.isdecimal()]
-    if len(words) != 2 or len(numbers) != 2 or not all(0 < n <= len(plan.rows) for n in numbers):
+    if len(words) != 2 or not rows.keys() >= set(words):
         raise files.UserError(
-            f"--diff must be two rows of the table, from 1 to {len(plan.rows)}, as 1,2: {text}"
+            f"--diff must be two rows of the table, from 1 to {len(rows)}, as 1,2: {text}"
         )
-    first, second = (plan.rows[number - 1] for number in numbers)
-    for number, row in zip(numbers, (first, second), strict=True):
-        out.print(f"{number}: {_named(row)}")
+    first, second = (rows[word] for word in words)
+    for word in words:
+        out.print(f"{word}: {_named(rows[word])}")
     quantities = (
         ("time, ms", first.time.parts, second.time.parts, 1e3),
         ("GiB", first.estimate.parts, second.estimate.parts, 2**-30),
@@ -299,9 +297,9 @@ def _named(row: TimedLayout) -> str:
     from fusedops.planner.search import describe
 
     config = row.layout.parallel
-    text = f"{describe(row.layout)}, micro-batch {row.layout.training.micro_batch} x "
-    text += str(config.microbatches)
-    return text + (f", {config.virtual} stages per rank" if config.virtual > 1 else "")
+    sequences = f"{row.layout.training.micro_batch} x {config.microbatches}"
+    stages = f", {config.virtual} stages per rank" if config.virtual > 1 else ""
+    return f"{describe(row.layout)}, micro-batch {sequences}{stages}"
 
 
 def _recomputation(layout: Layout) -> str:
@@ -314,12 +312,6 @@ def _tokens(row: TimedLayout) -> float:
     """Return the tokens of a step, of all devices together."""
     shape = row.shape
     return shape.dp * shape.micro_batch * shape.microbatches * shape.seq_len
-
-
-def _utilization(row: TimedLayout, device: Device) -> float:
-    from fusedops.planner.step_time import utilization
-
-    return utilization(row.shape, device, row.seconds)
 
 
 def _summary(plan: TimedRanking) -> str:
@@ -386,12 +378,11 @@ def _scaling(request: PlanRequest, out: Console) -> None:
         cells: list[tuple[Any, ...]] = []
         first = 0.0
         for scale in _SCALES:
-            batch_scale = scale if weak else 1
             count = round(request.options.devices * scale)
-            batch = round(request.global_batch * batch_scale)
+            batch = round(request.global_batch * (scale if weak else 1))
             if count < 1 or batch < 1:
                 continue
-            rows = request.plan(1, scale, batch_scale).rows
+            rows = request.plan(count, batch, 1).rows
             if not rows:
                 cells.append((count, batch, "-", "-", "-", "nothing fits"))
                 continue
@@ -413,6 +404,7 @@ def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
 
 def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
     from fusedops.models.config import describe
+    from fusedops.planner.step_time import utilization
 
     return {
         "model": request.options.model,
@@ -432,7 +424,7 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
                 "parts": row.time.parts,
                 "hidden": row.time.hidden,
                 "tokens_per_second": _tokens(row) / row.seconds,
-                "utilization": _utilization(row, plan.device),
+                "utilization": utilization(row.shape, plan.device, row.seconds),
                 "bytes": row.estimate.parts,
                 "peak": row.estimate.peak,
             }

@@ -90,9 +90,7 @@ def auto_parallel(
     fake = FakeModel(model, mesh.device_type)
     evaluator = evaluator_for(fake, mesh, device, args, kwargs)
     fixed = _fixed(model, evaluator, mesh, marked or {})
-    placements: dict[str, Placements] = dict.fromkeys(
-        evaluator.parameters, evaluator.placer.replicated
-    )
+    placements = dict.fromkeys(evaluator.parameters, evaluator.placer.replicated)
     exact = True
     if mode != "data":
         solution = _searched(evaluator, placements, fixed, mode, memory_limit)
@@ -127,12 +125,8 @@ def _check(
             raise ValueError(f"{OP}: {name} is a DTensor already: plan for the plain model")
     names = mesh.mesh_dim_names
     if not names or mesh.ndim > 2:
-        checks.fail(
-            OP,
-            "mesh",
-            'of one or two named dimensions, as mesh_dim_names=("dp", "tp")',
-            f"{mesh.ndim} dimensions with the names {names}",
-        )
+        expected = 'of one or two named dimensions, as mesh_dim_names=("dp", "tp")'
+        checks.fail(OP, "mesh", expected, f"{mesh.ndim} dimensions with the names {names}")
     checks.choice(OP, "mode", mode, MODES)
     if mode == "data" and not data_dims(mesh):
         raise ValueError(

@@ -35,11 +35,7 @@ def data_dims(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def evaluator_for(
-    fake: FakeModel,
-    mesh: DeviceMesh,
-    device: Device,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fake: FakeModel, mesh: DeviceMesh, device: Device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Evaluator:
     """Trace a model for inputs, whose rows the data dimensions divide; return its graph's costs."""
     leaves, dims = pytree.tree_leaves((args, kwargs)), data_dims(mesh)

@@ -145,9 +145,8 @@ class PlannedForward:
         return DTensor.from_local(tensor, self._mesh, placements, run_check=False, **sizes)
 
     def _full(self, value: DTensor) -> torch.Tensor:
-        return value.redistribute(placements=self._replicated).to_local(
-            grad_placements=self._replicated
-        )
+        everywhere = self._replicated
+        return value.redistribute(placements=everywhere).to_local(grad_placements=everywhere)
 
     def _placed(self, evaluator: Evaluator) -> _PlacedGraph:
         graph = evaluator.graph

@@ -39,6 +39,8 @@ from fusedops.planner.sharding.trace import (
     substituted,
 )
 
+Places = tuple[Placements, ...]  # of each input of a step
+Copies = tuple[frozenset[Any], ...]  # to which placements, and sums, each input was moved before
 # A sharded parameter is used where it is, unless no rule can: its operator computes a part. Seconds
 # that no other move takes.
 _MOVED_PARAMETER = 1e6
@@ -81,12 +83,7 @@ class Placer:
         self.replicated: Placements = tuple(Replicate() for _ in range(mesh.ndim))
         self._chosen: dict[Any, StepPlacement] = {}
 
-    def choose(
-        self,
-        step: GraphStep,
-        current: tuple[Placements, ...],
-        copies: tuple[frozenset[Any], ...],
-    ) -> StepPlacement:
+    def choose(self, step: GraphStep, current: Places, copies: Copies) -> StepPlacement:
         """Return where a step runs if its inputs are in ``current`` and, moved, in ``copies``."""
         key = (step.key, current, copies)
         if key not in self._chosen:
@@ -104,12 +101,7 @@ class Placer:
                 parts[placement.dim] //= size
         return True
 
-    def _placed(
-        self,
-        step: GraphStep,
-        current: tuple[Placements, ...],
-        copies: tuple[frozenset[Any], ...],
-    ) -> StepPlacement:
+    def _placed(self, step: GraphStep, current: Places, copies: Copies) -> StepPlacement:
         if step.op._schema.name in RULES:
             return self._by_rule(step, current, copies)
         for gathered in ((), self.other_dims, range(self.mesh.ndim)):
@@ -126,12 +118,7 @@ class Placer:
         everywhere = [self.replicated] * len(step.inputs), [self.replicated] * len(step.outputs)
         return replace(self._finished(*everywhere, None, step.op), replicated=True)
 
-    def _by_rule(
-        self,
-        step: GraphStep,
-        current: tuple[Placements, ...],
-        copies: tuple[frozenset[Any], ...],
-    ) -> StepPlacement:
+    def _by_rule(self, step: GraphStep, current: Places, copies: Copies) -> StepPlacement:
         """Choose a strategy of ``rules.py`` for one mesh dimension after the other."""
         tensors = [self.graph.values[number] for number in step.inputs]
         arguments = arguments_by_name(step.op, step.args, step.kwargs)
@@ -155,12 +142,7 @@ class Placer:
         return self._finished(rows[: len(tensors)], rows[len(tensors) :], None, step.op)
 
     def _price_of(
-        self,
-        step: GraphStep,
-        current: Sequence[Placements],
-        copies: Sequence[frozenset[Any]],
-        rows: Sequence[Placements],
-        dim: int,
+        self, step: GraphStep, current: Places, copies: Copies, rows: Sequence[Placements], dim: int
     ) -> float:
         """Return the seconds of what a strategy moves on one mesh dimension, and computes.
 
@@ -265,18 +247,12 @@ class Placer:
         return same and Shard(dim % max(rank, 1)) in inputs[0]
 
     def _finished(
-        self,
-        inputs: Sequence[Placements],
-        outputs: Sequence[Placements],
-        args: tuple[Any, ...] | None,
-        op: Any,
+        self, inputs: Sequence[Placements], outputs: Sequence[Placements], args: Any, op: Any
     ) -> StepPlacement:
         gradients = tuple(gradient_placements(inputs, outputs))
         return StepPlacement(tuple(inputs), gradients, tuple(outputs), args, op)
 
-    def _priced(
-        self, step: GraphStep, current: tuple[Placements, ...], placed: StepPlacement
-    ) -> StepPlacement:
+    def _priced(self, step: GraphStep, current: Places, placed: StepPlacement) -> StepPlacement:
         moves, sums = [], []
         for index, number in enumerate(step.inputs):
             value = self.graph.values[number]
