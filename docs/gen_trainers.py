@@ -117,8 +117,8 @@ COLUMNS = {
     "*All* of a Llama are {ops}",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
-    "equal within rounding": "the losses of all steps and all final weights are as close to a float64 run "
-    "as those of the stock model, within "
+    "equal within rounding": "the losses of all steps and all final weights are as close to a "
+    "float64 run as those of the stock model, within "
     "[the ops' error budget](patching.md#what-the-same-results-means), and the fused ops ran as "
     "often as expected",
 }
