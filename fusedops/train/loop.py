@@ -80,6 +80,7 @@ def _loop(
 ) -> TrainResult:
     config, recorder = run.config, run.recorder
     loss, validation, stopped, fault = None, None, False, ""
+    is_frozen = gc.get_freeze_count() > 0  # it visits every frozen object, so not in each step
     with run.ranks.together():  # what it refuses, all ranks do
         if callback is not None:
             callback.begin(run)
@@ -105,8 +106,9 @@ def _loop(
             run.step, run.position = run.step + 1, run.position + config.batch
             run.skipped = 0 if result.finite else run.skipped + 1
             record = _record(run, result, log, time.perf_counter() - began)
-            if gc.get_freeze_count() == 0:
+            if not is_frozen:
                 gc.freeze()  # what lives until the end is not looked at again: that pauses a rank
+                is_frozen = True
             done, losses_of_step = run.step == config.steps, [loss]
             if _due(run.step, config.validation.every) or done:
                 watchdog.set_phase(run.step, "the validation after step")
