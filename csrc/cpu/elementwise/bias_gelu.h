@@ -1,11 +1,11 @@
-// Interface between the binding of bias_gelu and its kernels; CUDA's has the same structures.
+// Interface between the binding of bias_gelu and its kernels.
 #pragma once
 
 #include <cstdint>
 
 #include "../../common/activation.h"
+#include "../../common/dtype.h"
 #include "../../common/isa.h"
-#include "../../common/types.h"
 
 namespace fusedops {
 
@@ -26,7 +26,7 @@ struct BiasGeluBackward {
   const void* bias;         // [columns]
   void* grad_input;         // [rows, columns] or null
   void* grad_bias;          // [columns] or null
-  void* partials;           // accumulation dtype, a row per part; null without grad_bias
+  void* partials;           // [chunks, columns], accumulation dtype, null without grad_bias
   int64_t rows;
   int64_t columns;
   Activation activation;
