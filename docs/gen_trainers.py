@@ -114,7 +114,7 @@ gets a quantised weight: such a layer runs its original forward, and with it tor
 # Columns of the tables -> their meaning.
 COLUMNS = {
     "runs fused": "the fused ops that ran, and their calls in one process, backward included. "
-    "*All* of a Llama are {ops}",
+    "*All* of a Llama are {ops}. The count shows that the ops ran; more calls are not more speed",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
@@ -143,7 +143,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"and data: ten steps of plain gradient descent of a model of two layers on the CPU; "
             f"several processes communicate by gloo. `make test-clients` runs them with torch "
             f"{_list({row['torch'] for row in rows})}, transformers "
-            f"{_list({row['transformers'] for row in rows})}.",
+            f"{_list({row['transformers'] for row in rows})}. They compare numbers: the speed of "
+            f"patched models in trainers has not been measured.",
             119,
         ),
         "<!-- not run: needs a trainer -->\n"
