@@ -32,7 +32,6 @@ def made(folder: Path, *versions: str) -> Path:
     [
         ("2.11.0", "torch-2.11"),
         ("2.13.1+cu130", "torch-2.13"),
-        ("2.9.0", "."),
         ("2.130.0", "."),
         ("2.13.0a0+gitabc", "."),
         ("2.13.0.dev20261101", "."),
@@ -51,7 +50,6 @@ def test_releases_of_a_minor_version_share_a_folder(
         ("2.13", "2.13.7", True),
         ("2.13", "2.13.0+cpu", True),
         ("2.13", "2.131.0", False),
-        ("2.13", "2.14.0", False),
         ("2.13", "2.13.0a0+git1", False),
         ("2.13.0+cpu", "2.13.0+cpu", True),
         ("2.13.0+cpu", "2.13.0+cu130", False),
