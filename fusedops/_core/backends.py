@@ -44,11 +44,11 @@ class Kernels:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None  # ``None`` for an op without gradient
     triton: str | None  # import path of the module with the Triton launchers
-    part_of: str | None = None  # the op whose function calls this one, if it is no op of its own
+    part_of: str | None  # the op whose function calls this one, if it is no op of its own
     # raises for arguments of the forward that do not fit; ``None`` where the public function has
     # looked at them
-    check: Callable[..., None] | None = None
-    contracts: tuple[Program, Program | None] | None = None  # of forward and backward
+    check: Callable[..., None] | None
+    contracts: tuple[Program, Program | None]  # of forward and backward
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     checked = extension.cpu_library() is None and torch.ops.fusedops_native.take_call_is_checked()
     if kernels.check is not None and not backward:
         kernels.check(*args)
-    program = None if kernels.contracts is None else kernels.contracts[backward]
+    program = kernels.contracts[backward]
     if program is not None and not checked:
         program.check(args)
     choice = resolve(name, *args, backward=backward)

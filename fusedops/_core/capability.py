@@ -13,10 +13,6 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
     ROCm's torch presents AMD GPUs as "cuda" devices, and the number of their architecture in the
     place of a compute capability: (9, 4) is an MI300 and not a Hopper.
-
-    Example:
-        >>> compute_capability(torch.device("cpu")) is None
-        True
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None

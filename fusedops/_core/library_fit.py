@@ -27,10 +27,6 @@ def folder_for(libraries: Path, version: str) -> Path:
 
     Releases of one minor version share a folder. What is no release has none in a wheel: its
     classes may be those of the version before.
-
-    Example:
-        >>> folder_for(Path("/no/lib"), "2.13.1+cu130")
-        PosixPath('/no/lib')
     """
     release = re.match(r"(\d+\.\d+)\.\d+(\+|$)", version)
     own = libraries / f"torch-{release[1] if release else version}"
@@ -44,12 +40,7 @@ def served(libraries: Path) -> list[str]:
 
 
 def fits_torch(built: str, version: str) -> bool:
-    """Return whether a library of a stamp's ``torch`` serves a version of torch.
-
-    Example:
-        >>> fits_torch("2.13", "2.13.1+cu130"), fits_torch("2.13.0", "2.13.1")
-        (True, False)
-    """
+    """Return whether a library of a stamp's ``torch`` (2.13, of a wheel) serves 2.13.1+cu130."""
     return built == version or re.match(rf"{re.escape(built)}\.\d+(\+|$)", version) is not None
 
 

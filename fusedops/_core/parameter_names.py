@@ -7,10 +7,5 @@ _WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without what wrappers put into it.
-
-    Example:
-        >>> plain_name("module._orig_mod.layers.0.weight")
-        'layers.0.weight'
-    """
+    """Return the name of a parameter without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -41,12 +41,7 @@ _ARM_PARTS = {
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the architecture of a device: ``sm_90`` by compute capability, ``gfx942`` on ROCm.
-
-    Example:
-        >>> architecture(torch.device("meta"))
-        'meta'
-    """
+    """Return the architecture of a device: ``sm_90`` by compute capability, ``gfx942`` on ROCm."""
     if device.type == "cpu":
         return cpu_slug(cpuinfo())
     if device.type == "cuda":
@@ -63,18 +58,10 @@ def is_by_intel() -> bool:
 
 
 def cpu_slug(info: dict[str, str]) -> str:
-    """Return the CPU in one word, from the fields of ``/proc/cpuinfo``.
-
-    Example:
-        >>> cpu_slug({"vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"})
-        'cpu-zen5'
-        >>> cpu_slug({"vendor_id": "GenuineIntel", "cpu family": "6", "flags": "fpu amx_bf16"})
-        'cpu-xeon-amx'
-        >>> cpu_slug({"model name": "Weird CPU @ 3 GHz"})
-        'cpu-weird-cpu-3-ghz'
-    """
-    family = int(info.get("cpu family", -1)) if info.get("cpu family", "").isdigit() else -1
-    model = int(info.get("model", -1)) if info.get("model", "").isdigit() else -1
+    """Return the CPU in one word, ``cpu-zen5``, from the fields of ``/proc/cpuinfo``."""
+    family, model = (
+        int(info[name]) if info.get(name, "").isdigit() else -1 for name in ("cpu family", "model")
+    )
     known: str | None = None
     if info.get("vendor_id") == "AuthenticAMD":
         ranges = _AMD_ZEN.get(family, ())

@@ -77,6 +77,9 @@ def test_only_contended_samples_are_reported_as_not_trusted() -> None:
     assert timing.ratio("busy", "quiet").median == 4.0
     few = Timing({"a": [1.0] * 5}, {"a": [False, False, True, True, True]}, least=3)
     assert not few.trusted("a") and Timing(few.rounds, few.contended, least=2).trusted("a")
+    # Two that are always disturbed are compared round by round.
+    both = Timing({"a": [8.0, 4.0, 2.0], "b": [4.0, 2.0, 2.0]}, {"a": [True] * 3, "b": [True] * 3})
+    assert both.ratio("a", "b").median == 2.0 and not both.trusted("a")
 
 
 def test_order_changes_from_round_to_round() -> None:

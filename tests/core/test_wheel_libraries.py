@@ -1,4 +1,7 @@
-"""Which library of a wheel is loaded, and what is said where none is: made folders, no build."""
+"""Which library of a wheel is loaded, and what is said where none is: made folders, no build.
+
+Also the page of releases, and what the sdist lists.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import sys
 from pathlib import Path
 
 import fresh_process
+import native
 import native_wheel
 import portable
 import pytest
 import torch
 from native import BuildError
+from release import page
 
 from fusedops._core import env, extension, library_fit
 
@@ -32,7 +37,6 @@ def made(folder: Path, *versions: str) -> Path:
     [
         ("2.11.0", "torch-2.11"),
         ("2.13.1+cu130", "torch-2.13"),
-        ("2.9.0", "."),
         ("2.130.0", "."),
         ("2.13.0a0+gitabc", "."),
         ("2.13.0.dev20261101", "."),
@@ -51,7 +55,6 @@ def test_releases_of_a_minor_version_share_a_folder(
         ("2.13", "2.13.7", True),
         ("2.13", "2.13.0+cpu", True),
         ("2.13", "2.131.0", False),
-        ("2.13", "2.14.0", False),
         ("2.13", "2.13.0a0+git1", False),
         ("2.13.0+cpu", "2.13.0+cpu", True),
         ("2.13.0+cpu", "2.13.0+cu130", False),
@@ -245,3 +248,25 @@ def test_the_link_fails_where_an_old_system_has_no_such_symbol(tmp_path: Path) -
 
 def test_the_folder_of_a_checkout_is_lib_itself() -> None:
     assert extension.library_path(LIBRARY).parent == env.library_folder()
+
+
+PASSED = {"asked_torch": "2.13.0", "asked_python": "3.12", "torch": "2.13.0+cu130"}
+PASSED |= {"python": "3.12.1", "libc": "glibc 2.36", "doctor": "passed", "kernels": "avx2"}
+TIMES = {"torch_s": 1.5, "fusedops_s": 0.07, "op": 1e-6, "model": 2e-6}
+LEFT_OUT = {"asked_torch": "2.13.0", "asked_python": "3.14", "left_out": "no such Python\nhere"}
+
+
+def test_the_page_of_releases_has_a_row_for_each_environment() -> None:
+    wheel = {"name": "a.whl", "bytes": 5_000_000, "installed": 9e6, "torches": ["torch-2.13"]}
+    text = page.page({"machine": "M", "files": [wheel], "rows": [PASSED | TIMES, LEFT_OUT]})
+    assert "| `a.whl` | 5.0 MB | 9.0 MB | 2.13 |" in text
+    assert "| 2.13.0+cu130 | 3.12.1 | 2.36 | passed | passed | avx2 | 2.0e-06 |" in text
+    assert "| 2.13.0 | 3.14 | | no such Python | | | |" in text
+    assert "takes 0.07 s" in text and "@" not in text.replace("fusedops@", "")
+
+
+def test_the_sdist_lists_files_that_exist() -> None:
+    listed = [line.split() for line in (native.ROOT / "MANIFEST.in").read_text().splitlines()]
+    paths = [path for words in listed if words[0] in ("include", "graft") for path in words[1:]]
+    assert {"csrc", "tools", "tests"} <= set(paths)
+    assert [path for path in paths if not list(native.ROOT.glob(path))] == []

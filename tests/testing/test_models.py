@@ -68,44 +68,9 @@ def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     assert_verified(mesh, 2)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "given"),
-    [
-        ({"dp": 2}, {"recompute": "full", "microbatches": 2}),
-        ({"tp": 2}, {"sp": True}),
-        ({"cp": 2}, {"context": "ring"}),
-        ({"cp": 2, "tp": 2}, {"context": "all_to_all", "sp": True}),
-        ({"pp": 2}, {"microbatches": 2, "recompute": "full"}),
-    ],
-    ids=str,
-)
-def test_dropout_draws_what_one_process_does(mesh: dict[str, int], given: dict[str, Any]) -> None:
-    case = testing.Case(mesh=mesh, options=given, workload="documents", batch_size=4, seq_len=8)
-    testing.replay(case, MODELS["llama"])
-
-
 def test_a_few_of_all_combinations_with_stages() -> None:
     for mesh in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         assert_verified(mesh, 1)
-
-
-def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:
-    given = {"zero": 3, "offload": ("optimizer",), "microbatches": 2}
-    case = testing.Case(
-        mesh={"dp": 2}, options=given, batch_size=4, seq_len=4, max_norm=0.1, steps=2
-    )
-    testing.replay(case, MODELS["gpt2"])
-
-
-def test_a_bias_that_two_meshes_would_divide_unevenly_stays_whole() -> None:
-    given = {"mesh": {"dp": 2, "tp": 2}, "options": {"zero": 2}, "batch_size": 4}
-    case = testing.Case(**given, workload="documents", seed=41950)
-    testing.replay(case, MODELS["bert"])  # head.bias has 19 words
-
-
-def test_norms_are_made_again_while_their_weights_are_here() -> None:
-    given = {"zero": 3, "recompute": "norm"}
-    testing.replay(testing.Case(mesh={"dp": 2}, options=given, steps=2), MODELS["bert"])
 
 
 def test_experts_over_ranks() -> None:
@@ -167,13 +132,17 @@ def test_all_combinations(model: str, mesh: dict[str, int], chosen: dict[str, li
     assert len(report.passed) == cases, report
 
 
-DOCUMENTS = {"workload": "documents"}
+DOCUMENTS: dict[str, Any] = {"workload": "documents"}
 RECOMPUTED = {"ep": 2, "zero": 3, "recompute": "full", "microbatches": 2}
-ULYSSES = {"context": "all_to_all"}
+ULYSSES: dict[str, Any] = {"context": "all_to_all"}
 SLICED = {"recompute": "full", "recompute_slice_activation": True}
 OFFLOADED = {"sp": True, "offload": ("activations", "optimizer")}
 TWO_PASSES = {"pipeline_schedule": "zero_bubble", "microbatches": 2, "sp": True}
-# Model, mesh, options, sequences of the batch, and what else is special about it.
+# Model, mesh, options, sequences of the batch, and what else is special about the case. All but
+# those of ``PLAIN`` have micro-batch overlap.
+PLAIN: dict[str, Any] = {"overlap_microbatches": False}
+REPEATED = PLAIN | {"recompute": "full", "microbatches": 2}
+LATER = PLAIN | {"zero": 3, "offload": ("optimizer",), "microbatches": 2}
 STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], int, dict[str, Any]]] = {
     "one-sequence": ("llama", {"tp": 2}, {}, 1, DOCUMENTS),
     "three": ("gpt2", {"tp": 2}, {"sp": True, "recompute": "full"}, 3, {}),
@@ -187,14 +156,24 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], int, dict[str, Any]]
     "selective": ("llama", {"dp": 2, "tp": 2}, {"recompute": "selective"}, 4, {}),
     "pipeline-in-two-passes": ("llama", {"pp": 2, "tp": 2}, TWO_PASSES, 4, {}),
     "pipeline-experts": ("mixtral", {"pp": 2, "dp": 2}, {"ep": 2, "microbatches": 2}, 8, {}),
+    "dropout-dp": ("llama", {"dp": 2}, REPEATED, 4, DOCUMENTS),
+    "dropout-pp": ("llama", {"pp": 2}, REPEATED, 4, DOCUMENTS),
+    "dropout-tp": ("llama", {"tp": 2}, PLAIN | {"sp": True}, 4, DOCUMENTS),
+    "dropout-ring": ("llama", {"cp": 2}, PLAIN, 4, DOCUMENTS),
+    "dropout-heads": ("llama", {"cp": 2, "tp": 2}, PLAIN | ULYSSES | {"sp": True}, 4, DOCUMENTS),
+    "clipped-later": ("gpt2", {"dp": 2}, LATER, 4, {"seq_len": 4, "max_norm": 0.1, "steps": 2}),
+    # head.bias has 19 words, which the two meshes would divide unevenly.
+    "uneven": ("bert", {"dp": 2, "tp": 2}, PLAIN | {"zero": 2}, 4, DOCUMENTS | {"seed": 41950}),
+    # Norms are made again while their weights are here.
+    "norms": ("bert", {"dp": 2}, PLAIN | {"zero": 3, "recompute": "norm"}, 2, {"steps": 2}),
 }
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_step_with_micro_batch_overlap_is_that_of_one_process(case: str) -> None:
+def test_a_step_is_that_of_one_process(case: str) -> None:
     name, mesh, options, batch_size, more = STEPS[case]
     given = {"mesh": mesh, "options": {"overlap_microbatches": True, **options}, "seq_len": 8}
-    testing.replay(testing.Case(batch_size=batch_size, **given, **more), MODELS[name])
+    testing.replay(testing.Case(batch_size=batch_size, **given | more), MODELS[name])
 
 
 def _mean_of_halves(layer: Any, halves: Any, context: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fuzzer, "shrink", lambda case, space, fails: case)
     caught = look_for(bug, BUGS[bug][0], batch_sizes=(4,), seq_lens=(8,))
     assert "should be" in str(caught.value)
+    assert bug != "norm per rank" or "step 0: norm is" in str(caught.value)
+
+
+def test_a_step_of_another_optimizer_is_found_in_the_weights() -> None:
+    def parallelize(model: Any, mesh: Any, case: testing.Case) -> Any:
+        parallel = tiny_parallel.parallelize(model, mesh, case)
+        return replace(parallel, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(testing.ParityError, match="differs\nstep 1: weight"):
+        testing.replay(testing.Case({"dp": 2}), tiny_parallel.plain, parallelize=parallelize)
 
 
 def test_what_only_half_precision_loses_is_found_there() -> None:
