@@ -98,8 +98,9 @@ class _DeviceGuard:
         rank_device().device = self._before
 
 
-def answers(gpus: int) -> dict[str, Any]:
+def answers(gpus: int, capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda`` on a node with so many GPUs."""
+    major, minor = capability
     default_streams: dict[torch.device, _Stream] = {}
 
     def current_stream(device: Any = None) -> _Stream:
@@ -111,7 +112,7 @@ def answers(gpus: int) -> dict[str, Any]:
     def properties(device: Any = None) -> Any:
         name = f"stand-in {rank_device().device}"
         sizes = {"total_memory": 80 << 30, "multi_processor_count": 132}
-        return SimpleNamespace(name=name, uuid=name, major=9, minor=0, **sizes)
+        return SimpleNamespace(name=name, uuid=name, major=major, minor=minor, **sizes)
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
@@ -130,7 +131,7 @@ def answers(gpus: int) -> dict[str, Any]:
         "Event": _Event,
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "get_device_properties": properties,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: capability,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "memory_allocated": lambda device=None: 0,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import bench_team_steps
-import process_pool
 import pytest
+import run_ranks
 import torch
 
 from fusedops.bench import device as bench
@@ -112,7 +112,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @reads_proc
 def test_waiting_processes_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its processes have torch already.
-    monkeypatch.setattr(teams.multiprocessing, "get_context", lambda _: process_pool.CONTEXT)
+    monkeypatch.setattr(teams.multiprocessing, "get_context", lambda _: run_ranks.CONTEXT)
     measured = interleaved(bench_team_steps.settings(str(tmp_path)), 0.3, lambda _: None)
     assert [loss for _, loss in measured] == [1.0, 1.0]
     assert all(len(times) >= 3 and min(times) > 0.02 for times, _ in measured)

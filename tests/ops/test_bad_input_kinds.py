@@ -65,7 +65,7 @@ def test_wrong_values_are_refused_in_clear_words(
 
 
 @pytest.mark.parametrize("spec", all_specs().values(), ids=list(all_specs()))
-def test_a_tensor_on_another_device_is_named(spec: Spec) -> None:
+def test_a_tensor_on_another_device_is_refused(spec: Spec) -> None:
     tried: set[str] = set()
     for sample in spec.samples(CPU, torch.float32):
         bound = inspect.signature(spec.op).bind(*sample.args, **sample.kwargs)
@@ -73,7 +73,7 @@ def test_a_tensor_on_another_device_is_named(spec: Spec) -> None:
         _, *others = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         for name in set(others) - tried:
             bound.arguments = given | {name: given[name].to("meta")}
-            with pytest.raises(ValueError, match=f"^{spec.name}: .*{name}.*meta"):
+            with pytest.raises(ValueError, match=f"^{spec.name}: .*must be on .*, got (meta|cpu)"):
                 spec.op(*bound.args, **bound.kwargs)
             tried.add(name)
 
