@@ -179,8 +179,6 @@ BAD: dict[str, Refusal] = {
     "a number": (1, {}, TypeError, "prompts must be tokens: .* got int"),
     "a prompt of letters": (["a"], {}, TypeError, "prompt 0 must be"),
     "fractions": (torch.ones(2), {}, TypeError, "prompt 0"),
-    "past the positions": ([1] * 60, {"tokens": 5}, ValueError, "at most 4 tokens more"),
-    "a prompt past them": ([1] * 64, {}, ValueError, "the prompt alone is too long"),
     "an encoder": ([1], {"model": "tiny-bert"}, ValueError, "model must be a decoder"),
     "domains": ([1], {"model": "domains"}, UnsupportedError, "must have no domain_experts"),
     "another module": ([1], {"model": None}, TypeError, "model must be a fusedops.models.Tr"),

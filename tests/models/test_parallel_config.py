@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import train
+from run_ranks import on_threads
 
 import fusedops
 from fusedops import UnsupportedError
@@ -145,7 +146,8 @@ def test_one_process_trains_without_torch_distributed(values: dict[str, Any]) ->
         assert torch.equal(weight, expected.weights[name]), name
 
 
-def _refused(rank: int) -> None:
+@on_threads(2)
+def test_a_sharded_model_without_its_engine_is_refused(rank: int) -> None:
     says = "model must be the TrainEngine that parallelize returned"
     sharded = parallelize(_model(), ParallelConfig(tp=2), seed=0)
     with pytest.raises(ValueError, match=says):
@@ -153,10 +155,6 @@ def _refused(rank: int) -> None:
     stage = parallelize(_model(), ParallelConfig(pp=2), seed=0)
     with pytest.raises(ValueError, match=says):
         save_huggingface(stage.model, "unused")
-
-
-def test_a_sharded_model_without_its_engine_is_refused() -> None:
-    threads.run(_refused, 2)
 
 
 def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,8 +69,7 @@ def all_reduce(
     Raises:
         ValueError: the ranks called different collectives, where they share memory.
     """
-    if op not in OPS:
-        checks.fail("all_reduce", "op", f"one of {', '.join(OPS)}", op)
+    checks.choice("all_reduce", "op", op, OPS)
     ranks = group.size()
     if ranks == 1:
         return Pending(lambda: tensor)

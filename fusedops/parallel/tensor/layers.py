@@ -112,8 +112,7 @@ _OPERATOR: Any = torch.ops.fusedops_parallel.communicate.default
 
 
 def _communicated(name: str, input: torch.Tensor, group: str, dim: int) -> torch.Tensor:
-    members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return start(name, input, members, dim).wait()
+    return start(name, input, collectives.group_of(group), dim).wait()
 
 
 _LIBRARY.impl(
