@@ -87,6 +87,13 @@ class Comparison:
     new: dict[str, str] = field(default_factory=dict)
     ops: Counter[str] = field(default_factory=Counter)
 
+    def __str__(self) -> str:
+        failures = f"{len(self.known)} known and {len(self.new)} new failures"
+        return (
+            f"{self.passed_stock} tests pass stock, {self.passed_patched} of these patched, "
+            f"{self.with_fused_ops} with fused ops; {failures}"
+        )
+
 
 def compare(stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]]) -> Comparison:
     """Compare outcomes by test id; a test that did not run patched has failed."""
@@ -184,21 +191,6 @@ def run(
     return found
 
 
-def table(results: dict[str, Comparison]) -> str:
-    """Return the counts per family, as Markdown."""
-    head = "| family | pass stock | of these pass patched | of these run fused ops | known | new |"
-    lines = [head, "|---|---|---|---|---|---|"]
-    for family, result in results.items():
-        counts = (
-            result.passed_stock,
-            result.passed_patched,
-            result.with_fused_ops,
-            len(result.known),
-        )
-        lines.append(f"| {family} | {' | '.join(map(str, counts))} | {len(result.new)} |")
-    return "\n".join(lines)
-
-
 def report(results: dict[str, Comparison], tests: str, level: str) -> dict[str, Any]:
     """Return what ``--report`` writes."""
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch")}
@@ -240,11 +232,10 @@ def main() -> int:
         results[family] = compare(*runs)
         for test, reason in results[family].new.items():
             print(f"NEW {test}\n    {reason}", flush=True)
-        print(table({family: results[family]}).splitlines()[-1], flush=True)
+        print(f"{family}: {results[family]}", flush=True)
         if chosen.report:
             found = report(results, tree.name, chosen.level)
             chosen.report.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(results))
     return int(any(result.new for result in results.values()))
 
 

@@ -320,23 +320,13 @@ def test_grouped_experts_are_the_sequential_ones(gated: bool) -> None:
     assert_within_budget(found, *(as_grouped(each) for each in (eager, exact)))
 
 
-def test_no_token_for_an_expert_and_for_none() -> None:
-    options = config(**EXPERTS, moe_grouped_gemm=True)
+def test_experts_without_a_token() -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    experts = varied(megatron.GroupedMLP(4, options, groups))
-    rows, probs = torch.randn(5, 32), torch.rand(5)
-    counts = torch.tensor([0, 3, 0, 2])
-    output, bias = experts(rows, counts, probs)
-    assert bias is None
-    w1, w2 = experts.weight1.view(4, 32, -1), experts.weight2.view(4, -1, 32)
-    for row, expert in enumerate((1, 1, 1, 3, 3)):
-        gate, up = (rows[row].double() @ w1[expert].double()).chunk(2)
-        expected = (F.silu(gate) * up * probs[row]) @ w2[expert].double()
-        error = (output[row].double() - expected).abs().max()
-        assert error <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
-    empty, _ = experts(rows[:0], torch.zeros(4, dtype=torch.int64), probs[:0])
-    empty.sum().backward()
-    assert empty.shape == (0, 32) and experts.weight1.grad.count_nonzero() == 0
+    experts = megatron.GroupedMLP(4, config(**EXPERTS, moe_grouped_gemm=True), groups)
+    output, bias = experts(torch.ones(0, 32), torch.zeros(4, dtype=torch.int64), torch.ones(0))
+    output.sum().backward()
+    assert bias is None and output.shape == (0, 32)
+    assert experts.weight1.grad.count_nonzero() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Modules as users write them, which read numbers, tables and functions that tests change.
 
-Their names say what they read or call: a method of their base, a table, a default, a closure.
+Their names say what they read or call: a function, a default, a method of their base.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 WIDTH = 32
-EPSILONS = {"norm": 1e-6}
-HEADS = {"count": 4}
+HEADS = 4
 EPS = 1e-6
 CAUSAL = True
 SQUARED = False
 APPROXIMATE = "none"
 SMOOTHING = 0.0
-TABLE = torch.ones(WIDTH)
 STEP = CALLS = 0
 ACTIVATION = nn.GELU()
 
@@ -55,36 +52,6 @@ class Norm(nn.Module):
         return self.weight * self._norm(x.float()).to(x.dtype)
 
 
-class OwnNumberNorm(Norm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = 1e-6
-
-
-class DerivedNorm(Norm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class TableNorm(Norm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * normed(x.float(), EPSILONS["norm"]).to(x.dtype)
-
-
-class PropertyNorm(Norm):
-    @property
-    def epsilon(self) -> float:
-        return 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * normed(x.float(), self.epsilon).to(x.dtype)
-
-
-class GlobalNorm(Norm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * normed(x.float(), EPS).to(x.dtype)
-
-
 class HelpedNorm(Norm):
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return normed_by_number(x)
@@ -93,17 +60,6 @@ class HelpedNorm(Norm):
 class DefaultNorm(Norm):
     def _norm(self, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return normed(x, eps)
-
-
-def _forward_of(eps: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * normed(x.float(), eps).to(x.dtype)
-
-    return forward
-
-
-class ClosureNorm(Norm):
-    forward = _forward_of(1e-6)
 
 
 class FeedForward(nn.Module):
@@ -163,7 +119,7 @@ class Attention(nn.Module):
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, length, _ = x.shape
-        parts = self.qkv(x).view(batch, length, 3, HEADS["count"], -1)
+        parts = self.qkv(x).view(batch, length, 3, HEADS, -1)
         return parts.permute(2, 0, 3, 1, 4).unbind()
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -176,11 +132,6 @@ class Attention(nn.Module):
 class DerivedAttention(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return super().attend(2 * q, k, v)
-
-
-class TableAttention(Attention):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * TABLE)
 
 
 class DefaultAttention(Attention):
@@ -236,16 +187,6 @@ class ProcessorAttention(nn.Module):
         known = set(inspect.signature(self.processor.__call__).parameters)
         options = {name: value for name, value in options.items() if name in known}
         return self.processor(self, hidden, **options)
-
-
-class WrittenAttention(Attention):
-    """An attention that writes its products out."""
-
-    def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(torch.softmax(self.scores(q, k), -1), v)
 
 
 class CallingDropout(Attention):

@@ -89,6 +89,16 @@ def attention(x: torch.Tensor) -> torch.Tensor:
     return y.transpose(1, 2).reshape(2, 5, 16)
 
 
+def multi_head(x: torch.Tensor) -> torch.Tensor:
+    """What ``nn.MultiheadAttention`` calls, without biases."""
+    first, last = torch.cat([W, V]).to(x.dtype), W[:16].to(x.dtype)
+    sizes, no_biases = (16, 2), (None, None, None, False, 0.0)
+    options = {"need_weights": False}
+    return F.multi_head_attention_forward(
+        x, x, x, *sizes, first, *no_biases, last, None, **options
+    )[0]
+
+
 def loss(x: torch.Tensor, **options: Any) -> torch.Tensor:
     logits = F.linear(x, W.to(x.dtype)).float()
     return F.cross_entropy(logits.view(-1, 24), torch.arange(10) % 24, **options)
@@ -143,6 +153,7 @@ REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, int]
     ),
     "rotary": (rotary, {"rotary_embedding": 1}),
     "attention": (attention, {"attention": 1, "linear": 1}),
+    "attention of several heads": (multi_head, {"attention": 1}),
     "loss": (loss, {"cross_entropy": 1, "linear": 1}),
 }
 

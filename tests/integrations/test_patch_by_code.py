@@ -152,6 +152,13 @@ def _asks_for_types(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else _normed(self, x)
 
 
+def _closed(eps: float) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    return lambda self, x: F.rms_norm(x, (x.size(-1),), self.weight, eps)
+
+
+EPSILONS = {"norm": 1e-6}
+
+
 class OwnCall(home_made.PlainRMSNorm):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x) + 1
@@ -206,6 +213,11 @@ FORWARDS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | Non
     "asks for the configuration": (_asks_configuration, None),
     "asks for gradients": (_asks_for_gradients, None),
     "asks for types": (_asks_for_types, None),
+    "closure": (_closed(1e-5), None),
+    "table": (
+        lambda self, x: F.rms_norm(x, (x.size(-1),), self.weight, EPSILONS["norm"]),
+        None,
+    ),
 }
 
 

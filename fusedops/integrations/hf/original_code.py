@@ -297,12 +297,10 @@ class _Reading:
         owner = next((base for base in cls.__mro__ if name in vars(base)), nn.Module)
         if owner in nn.Module.__mro__:
             return
-        value: Any = vars(owner)[name]
-        if isinstance(value, FunctionType):
+        if isinstance(vars(owner)[name], FunctionType):
             self.add_method(cls, name)
-        elif self._adds(cls, name, getattr(cls, name)) and isinstance(value, property):
-            getter: Any = value.fget
-            self._add_code(cls, inspect.unwrap(getter))
+        else:
+            self._adds(cls, name, getattr(cls, name))
 
 
 def _read_from_modules(function: Any) -> Iterator[tuple[ModuleType, str]]:
@@ -383,7 +381,7 @@ def with_others(function: Any, others: dict[str, Any], user: str) -> FunctionTyp
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
         cells = list(function.__closure__ or ())
-        holds = [i for i, cell in enumerate(cells) if _contents(cell) is wrapped]
+        holds = [i for i, cell in enumerate(cells) if cell.cell_contents is wrapped]
         inner = with_others(wrapped, others, user) if len(holds) == 1 else None
         if inner is None:
             return None
@@ -414,13 +412,6 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType | None:
     ]
     renamed = tuple(names.get(name, name) for name in code.co_names)
     return code.replace(co_names=renamed, co_consts=tuple(constants))
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned to it
-        return None
 
 
 def with_other(

@@ -334,7 +334,7 @@ def _report(model: nn.Module, level: str) -> PatchReport:
         elif module in uncalled:
             reason = f"{uncalled[module]} reads its parameters and does not call it"
             entries.append(entry(False, reason=reason))
-        elif (refusal := tables.refusal_of_class(type(module))) is not None:
+        elif isinstance(refusal := tables.rule_or_refusal(type(module)), str):
             entries.append(entry(False, reason=refusal))
         elif (original := _rule_for(module)) is not None:
             entries.append(_entry_of_refused(name, module, original, level))

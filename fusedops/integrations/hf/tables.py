@@ -66,17 +66,12 @@ def _rules_in(table: str) -> dict[type, PatchRule]:
 
 def rule_of_class(cls: type) -> PatchRule | None:
     """Return the rule of a class: its table's, or that for its code."""
-    rule = _rule_or_refusal(cls)
+    rule = rule_or_refusal(cls)
     return rule if isinstance(rule, PatchRule) else None
 
 
-def refusal_of_class(cls: type) -> str | None:
-    """Return why ``rule_of_class`` made no rule of a class whose code it did not read."""
-    refusal = _rule_or_refusal(cls)
-    return refusal if isinstance(refusal, str) else None
-
-
-def _rule_or_refusal(cls: type) -> PatchRule | str | None:
+def rule_or_refusal(cls: type) -> PatchRule | str | None:
+    """Return the rule of a class, or why there is none although its code might have one."""
     for table, needed in _TABLES.items():
         if needed in sys.modules and cls in _rules_in(table):
             return _rules_in(table)[cls]

@@ -39,17 +39,14 @@ class _Finder(MetaPathFinder, Loader):
         def patched_class(name: str) -> Any:
             if not name.startswith("__"):
                 original = getattr(importlib.import_module(source), name, None)
-                rule = tables().rule_of_class(original) if isinstance(original, type) else None
+                # The rules make classes for this package.
+                tables: Any = importlib.import_module("fusedops.integrations.hf.tables")
+                rule = tables.rule_of_class(original) if isinstance(original, type) else None
                 if rule is not None:
                     return rule.patched
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         module.__getattr__ = patched_class  # type: ignore[method-assign]
-
-
-def tables() -> Any:
-    """Return the module of all rules, which imports those that make classes for this package."""
-    return importlib.import_module("fusedops.integrations.hf.tables")
 
 
 sys.meta_path.append(_Finder())

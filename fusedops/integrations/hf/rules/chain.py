@@ -83,6 +83,7 @@ class Fusion(NamedTuple):
     activation: str
     second: Any  # the linear layer behind it, or ``None``
     steps: tuple[Step, ...]  # those that it computes
+    note: str | None = None  # why a linear layer behind it is called
 
 
 def run(
@@ -160,12 +161,14 @@ def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | 
     last = position + 2
     while last < len(steps) and _does_nothing(module, steps[last]):
         last += 1
-    following = steps[last] if last < len(steps) else None
-    if isinstance(following, str):
-        second = value_of(module, following)
-        if is_linear(second) and product_obstacle(following, second) is None:
-            return Fusion(first, name, second, steps[position : last + 1])
-    return Fusion(first, name, None, steps[position : position + 2])
+    pair, following = steps[position : position + 2], steps[last] if last < len(steps) else None
+    second = value_of(module, following) if isinstance(following, str) else None
+    if not isinstance(following, str) or not is_linear(second):
+        return Fusion(first, name, None, pair)
+    reason = product_obstacle(following, second)
+    if reason is not None:
+        return Fusion(first, name, None, pair, f"linear_act alone: {reason}")
+    return Fusion(first, name, second, steps[position : last + 1])
 
 
 def _does_nothing(module: Any, step: Step) -> bool:
@@ -206,13 +209,7 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     if not fusions:
         return FusionPlan((), note=AS_FAST)
     ops = ["linear_act" if fusion.second is None else "mlp" for fusion in fusions]
-    note = None
-    if "linear_act" in ops:
-        first = fusions[ops.index("linear_act")].steps[0]
-        behind = [step for step in steps[steps.index(first) + 2 :] if isinstance(step, str)]
-        linears = [name for name in behind if is_linear(children[name])]
-        obstacles = filter(None, (product_obstacle(name, children[name]) for name in linears))
-        note = next((f"linear_act alone: {obstacle}" for obstacle in obstacles), None)
+    note = next((fusion.note for fusion in fusions if fusion.note is not None), None)
     absorbed = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
     return FusionPlan(tuple(dict.fromkeys(ops)), tuple(absorbed), note)
 

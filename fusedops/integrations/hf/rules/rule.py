@@ -131,7 +131,6 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
             not isinstance(self, patched)
             or len(args) > most
             or (keywords is not None and any(keyword not in keywords for keyword in kwargs))
-            or (isinstance(input, torch.Tensor) and not is_plain(input))
             or changed(watched, self)
             or context_obstacle()
             or (guarded and not runs_here(input))
