@@ -3,9 +3,11 @@
     python tests/clients/hf_model_tests.py --families llama,bert
     python tests/clients/hf_model_tests.py --tests PATH_TO_A_CHECKOUT_OF_TRANSFORMERS
 
-The test files of the families run as they stand, generation included. Without ``--tests``, git
-fetches the release of transformers that is installed. Nothing of it comes into this repository.
-The exit code is 1 if a test that passes stock does not pass patched and ``KNOWN`` does not say why.
+With a checkout, the test files of the families run as they stand, generation included. Without one,
+pip fetches the source archive of the transformers that is installed; that has the tests which all
+models share, and ``hf_model_families.py`` gives them the families. Nothing of either comes into
+this repository. The exit code is 1 if a test that passes stock does not pass patched and
+``KNOWN`` does not say why.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,19 +28,16 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path += [str(HERE), str(HERE.parent / "integrations")]
+
+from hf_model_families import FAMILIES  # noqa: E402
+
 NO_TESTS_COLLECTED = 5  # pytest's exit code
-# Names of their folders in transformers.
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox"),
-    *("opt", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "gpt2"),
-    *("bert", "electra", "roberta", "xlm_roberta", "camembert", "distilbert", "vit", "clip", "t5"),
-    *("whisper", "granite", "olmo", "olmo2", "olmo3", "smollm3", "cohere", "cohere2", "stablelm"),
-    *("starcoder2", "nemotron", "exaone4", "glm", "glm4", "helium", "ministral", "granitemoe"),
-    *("falcon", "bloom", "persimmon", "qwen3_next", "mpt", "gpt_bigcode", "gptj", "codegen"),
-    *("modernbert", "mpnet", "albert", "roformer", "deberta", "deberta_v2", "bart", "mbart"),
-    *("marian", "pegasus", "m2m_100", "blenderbot", "deit", "beit", "dinov2", "swin", "segformer"),
-    *("siglip", "wav2vec2", "hubert"),
-)
+# What the shared tests import and the source archive lacks.
+ABSENT = {
+    "tests/generation/test_utils.py": "GenerationTesterMixin",
+    "tests/exporters/test_export.py": "ExportTesterMixin",
+}
 
 
 class Known(NamedTuple):
@@ -87,15 +87,10 @@ class Comparison:
     new: dict[str, str] = field(default_factory=dict)
     ops: Counter[str] = field(default_factory=Counter)
 
-    def __str__(self) -> str:
-        failures = f"{len(self.known)} known and {len(self.new)} new failures"
-        return (
-            f"{self.passed_stock} tests pass stock, {self.passed_patched} of these patched, "
-            f"{self.with_fused_ops} with fused ops; {failures}"
-        )
 
-
-def compare(stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]]) -> Comparison:
+def compare(
+    stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]], known: list[Known] = KNOWN
+) -> Comparison:
     """Compare outcomes by test id; a test that did not run patched has failed."""
     result = Comparison()
     for outcome in patched.values():
@@ -110,7 +105,7 @@ def compare(stock: dict[str, dict[str, Any]], patched: dict[str, dict[str, Any]]
             result.with_fused_ops += bool(other["ops"])
             continue
         failure = f"{other['outcome']}: {other.get('reason', '')}"
-        reasons = [each.reason for each in KNOWN if each.covers(test, failure)]
+        reasons = [each.reason for each in known if each.covers(test, failure)]
         if reasons:
             result.known[test] = reasons[0]
         else:
@@ -133,15 +128,32 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def fetch(folder: Path) -> Path:
-    """Return a checkout of the installed transformers."""
+    """Return the unpacked tests of the installed transformers, with a file per family added."""
     version = importlib.metadata.version("transformers")
     tree = folder / f"transformers-{version}"
     if not tree.exists():
-        clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version}"]
-        command = [*clone, "https://github.com/huggingface/transformers", str(tree)]
-        if subprocess.run(command).returncode:
-            raise SystemExit("git found no such release: give a checkout with --tests")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary"]
+        command += [":all:", "--no-build-isolation", "--dest", str(folder)]
+        if subprocess.run([*command, f"transformers=={version}"]).returncode:
+            raise SystemExit("pip found no source archive: give a checkout with --tests")
+        with tarfile.open(folder / f"{tree.name}.tar.gz") as archive:
+            tests = [each for each in archive if each.name.startswith(f"{tree.name}/tests/")]
+            archive.extractall(folder, members=tests, filter="data")
+    for path, mixin in ABSENT.items():
+        if not (tree / path).exists():
+            write(tree / path, f"class {mixin}:\n    pass\n")
+    for family in FAMILIES:
+        source = "from hf_model_families import classes_of\n\n"
+        write(tree / test_file(family), f'{source}globals().update(classes_of("{family}"))\n')
+    for each in (tree / "tests").rglob("*.py"):
+        (each.parent / "__init__.py").touch()
+    (tree / "tests" / "models" / "__init__.py").touch()
     return tree
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def test_file(family: str) -> str:
@@ -154,6 +166,7 @@ def run(
     *,
     patched: bool,
     outcomes: Path,
+    select: str | None,
     limit: float,
     level: str = "O2",
 ) -> dict[str, dict[str, Any]]:
@@ -162,7 +175,7 @@ def run(
     # By the environment, because some tests start a pytest of their own.
     options = f"-p hf_model_plugin --rootdir {tree} --outcomes {outcomes}"
     options += f" --patched --level {level}" if patched else ""
-    paths = [HERE, ROOT, os.environ.get("PYTHONPATH", "")]
+    paths = [HERE, HERE.parent / "integrations", ROOT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTEST_ADDOPTS": options,
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
@@ -171,7 +184,7 @@ def run(
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [test_file(family), "-m", "not slow"]
+    command += [test_file(family), "-m", "not slow"] + (["-k", select] if select else [])
     log = outcomes.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -184,11 +197,26 @@ def run(
             process.wait()
             print(f"{family}: stopped after {limit:g} s, see {log}", file=sys.stderr)
     found = read_outcomes(outcomes)
-    # A family whose file has only slow tests is no mistake.
+    # A family whose file has only slow tests, or none that --select takes, is no mistake.
     if not found and process.returncode != NO_TESTS_COLLECTED:
         tail = "\n".join(log.read_text().splitlines()[-20:])
         raise SystemExit(f"{family}: no test ran\n{tail}")
     return found
+
+
+def table(results: dict[str, Comparison]) -> str:
+    """Return the counts per family, as Markdown."""
+    head = "| family | pass stock | of these pass patched | of these run fused ops | known | new |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for family, result in results.items():
+        counts = (
+            result.passed_stock,
+            result.passed_patched,
+            result.with_fused_ops,
+            len(result.known),
+        )
+        lines.append(f"| {family} | {' | '.join(map(str, counts))} | {len(result.new)} |")
+    return "\n".join(lines)
 
 
 def report(results: dict[str, Comparison], tests: str, level: str) -> dict[str, Any]:
@@ -200,8 +228,9 @@ def report(results: dict[str, Comparison], tests: str, level: str) -> dict[str, 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--tests", type=Path, help="checkout of transformers; default: git's")
+    parser.add_argument("--tests", type=Path, help="checkout of transformers; default: pip's")
     parser.add_argument("--families", default=",".join(FAMILIES), help="by comma; default: all")
+    parser.add_argument("--select", help="only tests that match, as pytest's -k")
     parser.add_argument("--level", default="O2", help="level at which models are patched")
     parser.add_argument("--limit", type=float, default=3600, help="seconds per family and run")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "hf_model_tests")
@@ -227,15 +256,18 @@ def main() -> int:
         runs = []
         for name in ("stock", "patched"):
             outcomes = chosen.work.resolve() / f"{family}.{name}.jsonl"
-            options = {"limit": chosen.limit, "outcomes": outcomes, "level": chosen.level}
+            options = {"select": chosen.select, "limit": chosen.limit, "outcomes": outcomes}
+            options["level"] = chosen.level
             runs.append(run(tree, family, patched=name == "patched", **options))
         results[family] = compare(*runs)
         for test, reason in results[family].new.items():
             print(f"NEW {test}\n    {reason}", flush=True)
-        print(f"{family}: {results[family]}", flush=True)
+        print(table({family: results[family]}).splitlines()[-1], flush=True)
         if chosen.report:
-            found = report(results, tree.name, chosen.level)
+            own = "shared tests, tests/clients/hf_model_families.py"
+            found = report(results, tree.name if chosen.tests else own, chosen.level)
             chosen.report.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(results))
     return int(any(result.new for result in results.values()))
 
 

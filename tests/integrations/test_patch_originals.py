@@ -263,6 +263,25 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(monkeypatch: Con
     assert attribute.known is known
 
 
+@pytest.mark.parametrize("name", ["sdpa", "fusedops"])
+def test_an_exchange_of_heads_for_tokens_is_called(monkeypatch: Context, name: str) -> None:
+    """As DeepSpeed's Ulysses: a function in the place of an entry calls what stood there."""
+    model, stock = DENSE["Llama"].pair(attn_implementation=name)
+    core, calls_of = ALL_ATTENTION_FUNCTIONS[name], []
+
+    def exchange(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls_of.append(module)
+        return core(module, 2 * query, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, exchange)
+    with counted() as calls:
+        logits = model(IDS).logits
+    assert len(calls_of) == 2 and calls["attention"] == (2 if name == "fusedops" else 0)
+    assert_close(logits, stock(IDS).logits)
+    reason = describe(model)["model.layers.1.self_attn"].reason
+    assert f"the attention function {name!r} was replaced by" in reason
+
+
 class Later(nn.Module):
     """A class that a later version has given two more arguments."""
 
@@ -307,6 +326,21 @@ def test_attention_hands_what_only_sdpa_knows_to_sdpa(monkeypatch: Context) -> N
     assert output.shape == (1, 3, 2, 8)
     with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
         attention.attend(module, heads, heads, heads, None, cache="paged")
+
+
+def _eager_with_cache(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, dropout: Any, cache: Any
+) -> Any:
+    return "eager", scaling, dropout, cache
+
+
+def test_eager_attention_hands_what_only_the_original_knows_to_it(monkeypatch: Context) -> None:
+    monkeypatch.setitem(globals(), "eager_attention_forward", _eager_with_cache)
+    interface = attention.FusedInterface(globals(), eager=True)
+    module, heads = nn.Module().eval(), torch.randn(1, 2, 3, 8)
+    output = interface.attend_as_eager(module, heads, heads, heads, None, 0.5, cache="paged")
+    assert output == ("eager", 0.5, 0.0, "paged")
+    assert interface.attend_as_eager(module, heads, heads, heads, None, 0.5)[1] is None
 
 
 def test_activations_that_all_models_share_stay_stock() -> None:

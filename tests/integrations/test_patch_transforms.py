@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def test_torch_modules_do_what_the_stock_ones_do(make: Callable[[], nn.Module], 
     assert found.dtype == expected.dtype
     if kind != "sparse":  # of which a product is dense: what follows it is fused
         assert bool(calls) == (kind in FUSED)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.RMSNorm(8, dtype=torch.complex64), nn.GELU])
+def test_complex_numbers_run_the_original(make: Callable[[], nn.Module]) -> None:
+    rows = torch.randn(4, 8, dtype=torch.complex64)
+    model, stock = patched_pair(make())
+
+    def outcome(module: nn.Module) -> Any:
+        try:
+            return module(rows)
+        except RuntimeError as error:
+            return str(error)
+
+    found, expected = outcome(model), outcome(stock)
+    assert found == expected if isinstance(expected, str) else torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("transform", ["jvp", "vmap", "grad"])

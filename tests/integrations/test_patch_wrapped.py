@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import BERT, CORE, DENSE, GPT2, IDS, loss
-from patch_testing import assert_close, counted
+from patch_testing import assert_close, assert_same_grads, counted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from transformers import Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 import fusedops
 from fusedops.integrations import describe
@@ -102,6 +105,17 @@ def test_gradients_under_fully_shard(mesh: Any, case: str) -> None:
         assert_close(copy.copy(actual).full_tensor(), parameter.grad)
 
 
+@pytest.mark.usefixtures("mesh", "own_products")
+def test_gradients_under_distributed_data_parallel() -> None:
+    patched, stock = GPT2.pair()
+    loss(stock).backward()
+    wrapped = DistributedDataParallel(patched)
+    with counted() as calls:
+        loss(wrapped).backward()
+    assert calls["mlp_backward"] == 2 and calls["cross_entropy_backward"] == 1
+    assert_same_grads(patched, stock)
+
+
 def test_unpatch_under_fully_shard_is_refused(mesh: Any) -> None:
     model, _ = GPT2.pair()
     fully_shard(model.transformer.h[0].mlp, mesh=mesh)
@@ -170,7 +184,109 @@ def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
     assert not fusedops.patch(model)["model.layers.0.mlp"].replaced
 
 
-# Weights of which DeepSpeed's ZeRO-3 keeps a part; ``tests/clients/test_trainer.py`` trains so.
+def test_context_parallelism_sees_the_attention(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges, which have no kernel on a CPU, are left out: that they are called counts."""
+    seen = []
+
+    def enter(module: None, args: tuple, kwargs: dict, mesh: object) -> tuple[tuple, dict]:
+        seen.append(mesh)
+        return args, kwargs
+
+    monkeypatch.setattr(_ContextParallel, "sdpa_input_fn", staticmethod(enter))
+    monkeypatch.setattr(
+        _ContextParallel,
+        "sdpa_output_fn",
+        staticmethod(lambda *args: args[2]),
+    )
+    model = DENSE["Llama"].model(attn_implementation="sdpa")
+    fusedops.patch(model)
+    expected = model(IDS).logits
+    with counted() as calls, context_parallel(mesh, buffers=[IDS.clone()], buffer_seq_dims=[1]):
+        logits = model(IDS).logits
+        entry = describe(model)["model.layers.0.self_attn"]
+    assert seen == [mesh, mesh] and "attention" not in calls
+    assert "F.scaled_dot_product_attention was replaced by torch.distributed" in entry.reason
+    assert_close(logits, expected)
+    with counted() as calls:
+        model(IDS)
+    assert calls["attention"] == 2
+
+
+# Weights of which ZeRO-3 keeps a part, between two forwards none.
+
+HOME = "deepspeed.runtime.zero.parameter_offload"
+
+
+class _Parameters(OrderedDict):
+    """A module's parameters, which gathers one that is read while a module runs."""
+
+    def __init__(self, parameters: dict[str, Any], engine: Engine) -> None:
+        super().__init__(parameters)
+        self.engine = engine
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if self.engine.running and parameter is not None and not parameter.numel():
+            self.engine.borrowed[self.engine.running[-1]].add(parameter)
+            self.engine.gather(parameter)
+        return parameter
+
+
+_Parameters.__module__ = HOME
+
+
+class Engine:
+    """Keeps a model's weights away while they are not needed, as DeepSpeed's engine does.
+
+    Parameters are empty between two forwards, hooks on every module gather its own, and reading
+    the parameter of another module gathers it and leaves it to the hooks of the module that runs.
+
+    Attributes:
+        running: the modules that run, innermost last.
+        borrowed: the parameters of others that a module has read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.running: list[nn.Module] = []
+        self.borrowed: dict[nn.Module, set[Any]] = defaultdict(set)
+        self.weights = {parameter: parameter.data for parameter in model.parameters()}
+        for weight in self.weights:
+            weight.ds_shape = weight.shape
+        self.release(*self.weights)
+
+    def gather(self, *parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.data = self.weights[parameter]
+
+    def release(self, *parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def _needed(self, module: nn.Module) -> list[Any]:
+        own = dict.values(module._parameters)
+        return [*(each for each in own if each is not None), *self.borrowed[module]]
+
+    def hook(self) -> None:
+        """Put the hooks on every module."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.running.append(module)
+            self.gather(*self._needed(module))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.running.pop()
+            self.release(*self._needed(module))
+            for each in output if isinstance(output, tuple) else (output,):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(lambda grad: self.gather(*self._needed(module)))
+
+        for hook in (enter, leave):
+            hook.__module__ = HOME
+        for module in self.model.modules():
+            module._parameters = _Parameters(module._parameters, self)
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -178,36 +294,41 @@ def test_patch_and_describe_know_the_shapes_of_partitioned_weights(name: str) ->
     whole = CORE[name].model()
     model = copy.deepcopy(whole)
     expected = str(fusedops.patch(whole))
-    for weight in model.parameters():  # as they are between two forwards
-        weight.ds_shape, weight.data = weight.shape, weight.data.new_empty(0)
+    Engine(model)
     assert str(fusedops.patch(model)) == expected
     assert str(describe(model)).splitlines()[1:] == str(describe(whole)).splitlines()[1:]
     fusedops.unpatch(model)
     assert describe(model).num_replaced == 0
 
 
-class _Gathered(OrderedDict):
-    """Parameters of a module, each of which is gathered where it is read."""
+@pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "partitioned first"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "OPT", "Mixtral", "GPT2", "BertForMaskedLM"])
+@own_products
+def test_training_where_hooks_gather(name: str, patched_first: bool) -> None:
+    family = CORE[name]
+    stock = family.model()
+    model = copy.deepcopy(stock)
+    family.loss(stock).backward()
+    if patched_first:
+        fusedops.patch(model)
+    engine = Engine(model)
+    engine.hook()
+    if not patched_first:
+        fusedops.patch(model)
+    for _ in range(2):  # the second time the hooks gather what others read
+        model.zero_grad()
+        with counted() as calls:
+            family.loss(model).backward()
+        engine.release(*engine.weights)
+    ops = {"layer_norm": 5} if name == "GPT2" else family.ops
+    assert {op: calls[op] for op in ops} == ops
+    assert_same_grads(model, stock)
 
-    __module__ = "deepspeed.runtime.zero.parameter_offload"
 
-
-def _gather(module: nn.Module, args: Any) -> None:
-    """Stand for a hook that gathers the parameters of a module."""
-
-
-_gather.__module__ = _Gathered.__module__
-
-
-def test_hooks_that_gather_may_be_bypassed_and_no_others() -> None:
+def test_another_hook_beside_those_that_gather_is_called() -> None:
     model = DENSE["Llama"].model()
     fusedops.patch(model)
-    for module in model.modules():
-        module._parameters = _Gathered(module._parameters)
-        module.register_forward_pre_hook(_gather)
-    with counted() as calls:
-        loss(model)
-    assert calls["linear_glu"] == 2
+    Engine(model).hook()
     seen: list[nn.Module] = []
     mlp = model.model.layers[0].mlp
     mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(module))
@@ -218,7 +339,7 @@ def test_hooks_that_gather_may_be_bypassed_and_no_others() -> None:
     assert entry.reason == "steps aside now: act_fn has hooks"
 
 
-# transformers' own expert parallelism. Tensor parallelism: ``tests/clients/test_torch.py``.
+# transformers' own expert and tensor parallelism.
 
 PROCESSES = 2
 
@@ -256,3 +377,23 @@ def test_gradients_of_divided_experts_are_those_of_one_process(
 ) -> None:
     CORE["Qwen3Moe"].model().save_pretrained(tmp_path)
     on_new_world(_experts, str(tmp_path))
+
+
+def _planned(rank: int, folder: str) -> None:
+    load = LlamaForCausalLM.from_pretrained
+    model, whole = load(folder, tp_plan="auto"), load(folder)
+    divided, weight = (each.model.layers[0].mlp.up_proj.weight for each in (model, whole))
+    assert divided.to_local().numel() == weight.numel() // PROCESSES
+    fusedops.patch(model)
+    with counted() as calls:
+        found = _gradients(model)
+    assert all(calls[op] for op in ("rms_norm", "attention", "swiglu"))
+    for name, expected in _gradients(whole).items():
+        assert_close(found[name], expected)
+
+
+def test_a_patched_model_under_transformers_plan_gives_the_gradients_of_one_process(
+    tmp_path: Path, on_new_world: Callable[..., Any]
+) -> None:
+    DENSE["Llama"].model(vocab_size=98).save_pretrained(tmp_path)
+    on_new_world(_planned, str(tmp_path))

@@ -53,7 +53,7 @@ _BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 class WatchedAttribute(NamedTuple):
     """An attribute that somebody may replace."""
 
-    owner: Any  # a module, a class or a function
+    owner: Any  # a module, a class, a function or a cell of a closure
     name: str  # of the attribute
     # Its value when it was read first, or ``None`` if that was another library's function already
     known: Any
@@ -290,17 +290,29 @@ class _Reading:
             if name in vars(module):
                 self.add(module, name, vars(module)[name])
         if self._follows:
+            self._add_cells(function)
             for name in dict.fromkeys(names):
-                self._add_attribute(cls, name)
+                self._add_attribute(cls, name, inherited="super" in names)
 
-    def _add_attribute(self, cls: type[nn.Module], name: str) -> None:
-        owner = next((base for base in cls.__mro__ if name in vars(base)), nn.Module)
-        if owner in nn.Module.__mro__:
-            return
-        if isinstance(vars(owner)[name], FunctionType):
-            self.add_method(cls, name)
-        else:
-            self._adds(cls, name, getattr(cls, name))
+    def _add_cells(self, function: Any) -> None:
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            content = _contents(cell)
+            if name != "__class__" and self._adds(cell, "cell_contents", content):
+                self._add_function(content)
+
+    def _add_attribute(self, cls: type[nn.Module], name: str, *, inherited: bool) -> None:
+        """Add an attribute of a class, and those of its bases if ``super`` may read them."""
+        bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+        owners = [base for base in bases if name in vars(base)]
+        for owner in owners if inherited else owners[:1]:
+            value: Any = vars(owner)[name]
+            watched = owner if inherited and owner is not owners[0] else cls
+            if isinstance(value, FunctionType):
+                self.add_method(watched, name)
+            elif self._adds(watched, name, getattr(watched, name)) and isinstance(value, property):
+                getter: Any = value.fget
+                self._add_code(cls, inspect.unwrap(getter))
 
 
 def _read_from_modules(function: Any) -> Iterator[tuple[ModuleType, str]]:
@@ -381,7 +393,7 @@ def with_others(function: Any, others: dict[str, Any], user: str) -> FunctionTyp
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
         cells = list(function.__closure__ or ())
-        holds = [i for i, cell in enumerate(cells) if cell.cell_contents is wrapped]
+        holds = [i for i, cell in enumerate(cells) if _contents(cell) is wrapped]
         inner = with_others(wrapped, others, user) if len(holds) == 1 else None
         if inner is None:
             return None
@@ -412,6 +424,13 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType | None:
     ]
     renamed = tuple(names.get(name, name) for name in code.co_names)
     return code.replace(co_names=renamed, co_consts=tuple(constants))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned to it
+        return None
 
 
 def with_other(
