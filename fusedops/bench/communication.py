@@ -268,12 +268,7 @@ def links(ranks: Ranks, backend: str, size: int, repeats: int = 5) -> list[LinkR
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs in which each two ranks meet once (a tournament's circle).
-
-    Example:
-        >>> rounds(4)
-        [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
-    """
+    """Return rounds of pairs in which each two ranks meet once (a tournament's circle)."""
     places = list(range(ranks + ranks % 2))  # of an odd number the last one pauses
     half = len(places) // 2
     result = []

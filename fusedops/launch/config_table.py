@@ -47,10 +47,6 @@ def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any
 
     Raises:
         InputError: there is no ``=``, or a key leads into what is no table.
-
-    Example:
-        >>> override({"optimizer": {"lr": 1.0}}, ["optimizer.lr=3e-4", "out=runs/b"])
-        {'optimizer': {'lr': 0.0003}, 'out': 'runs/b'}
     """
     table = copy.deepcopy(table)
     for assignment in assignments:
@@ -108,12 +104,7 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted keys.
-
-    Example:
-        >>> flat({"steps": 9, "optimizer": {"lr": 1.0}})
-        {'steps': 9, 'optimizer.lr': 1.0}
-    """
+    """Return the values of nested tables by dotted keys."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         nested = isinstance(value, Mapping)

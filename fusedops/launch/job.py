@@ -76,14 +76,6 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         InputError: Slurm's variables contradict each other, or nodes have unlike numbers of
             processes.
-
-    Example:
-        >>> place = from_slurm({
-        ...     "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1",
-        ...     "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7",
-        ...     "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[08-09]"})
-        >>> place["RANK"], place["LOCAL_RANK"], place["MASTER_ADDR"]
-        ('3', '1', 'gpu08')
     """
     if "SLURM_PROCID" not in given or "SLURM_STEP_NUM_TASKS" not in given:
         return {}
@@ -132,10 +124,6 @@ def first_node(text: str) -> str:
 
     Raises:
         InputError: it is another notation.
-
-    Example:
-        >>> first_node("gpu[08-10,12],login")
-        'gpu08'
     """
     # Commas between names are outside of brackets, of which a name may have several.
     match = re.match(r"(?:[^,\[\]\s]|\[\d[\d,-]*\])+(?=,|$)", text)

@@ -18,12 +18,6 @@ def vector_patterns(model: nn.Module) -> tuple[str, ...]:
 
     Args:
         model: any module, sharded or not.
-
-    Example:
-        >>> from torch import nn
-        >>> from fusedops.nn.vectors import vector_patterns
-        >>> vector_patterns(nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9)))
-        ('*.bias', '1.weight')
     """
     experts = {
         parameter

@@ -17,13 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardOffsets:
-    """Where the shard of a rank starts in the global tensors.
-
-    Example:
-        >>> from fusedops.parallel.dropout import ShardOffsets
-        >>> ShardOffsets(sequence_part=1, sequence_parts=2).rows(0, tokens=3, features=8)
-        (24, 48, 24, 24)
-    """
+    """Where the shard of a rank starts in the global tensors."""
 
     batch_part: int = 0  # of the sequences: the rank among those that have others
     sequence_part: int = 0  # of the tokens of a shard of each sequence, which are contiguous

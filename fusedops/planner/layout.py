@@ -140,11 +140,6 @@ class Layout:
         Raises:
             ValueError: a value has no meaning, or two do not fit together.
             TypeError: there is no such field, or a value has the wrong type.
-
-        Example:
-            >>> from fusedops.planner import Layout
-            >>> Layout.of(tp=2, micro_batch=4).training.micro_batch
-            4
         """
         return cls().replace(**options)
 

@@ -31,13 +31,7 @@ class ScheduleCost(NamedTuple):
 
 @cache
 def schedule_cost(name: str, ranks: int, microbatches: int, virtual: int) -> ScheduleCost:
-    """Return the cost of a schedule of ``SCHEDULES``.
-
-    Example:
-        >>> from fusedops.planner.pipelines import schedule_cost
-        >>> schedule_cost("1f1b", ranks=4, microbatches=8, virtual=1).in_flight
-        (4.0, 3.0, 2.0, 1.0)
-    """
+    """Return the cost of a schedule of ``SCHEDULES``."""
     remainder = microbatches % ranks
     timed = microbatches
     if not remainder or name not in _WHOLE_ROUNDS:

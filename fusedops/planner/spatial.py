@@ -69,12 +69,7 @@ class SpatialPlan:
 
 
 def cuts_of(devices: int, shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return all ways to lay devices along the dims behind the channels, one row each at least.
-
-    Example:
-        >>> cuts_of(4, (1, 3, 64, 2))
-        [(2, 2), (4, 1)]
-    """
+    """Return all ways to lay devices along the dims behind the channels, one row each at least."""
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     choices = [[size for size in sizes if size <= rows] for rows in shape[2:]]
     return [cut for cut in itertools.product(*choices) if math.prod(cut) == devices]

@@ -31,12 +31,6 @@ _INTEL_FAMILY_6 = {
     173: "granite-rapids",
     207: "emerald-rapids",
 }
-_ARM_PARTS = {
-    "0xd0c": "neoverse-n1",
-    "0xd40": "neoverse-v1",
-    "0xd49": "neoverse-n2",
-    "0xd4f": "neoverse-v2",
-}
 
 
 @functools.cache
@@ -70,8 +64,6 @@ def cpu_slug(info: dict[str, str]) -> str:
         # A virtual machine may report another model's number, of which AMX is no feature.
         has_amx = "amx_bf16" in info.get("flags", "").split()
         known = _INTEL_FAMILY_6.get(model, "xeon-amx" if has_amx else None)
-    elif "CPU part" in info:
-        known = _ARM_PARTS.get(info["CPU part"])
     return f"cpu-{known or slug(info.get('model name') or platform.machine())}"
 
 

@@ -80,14 +80,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     Raises:
         UserError: when it cannot be written; ``path`` is then as it was before.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with replacing(folder / "a.txt") as file:
-        ...     _ = file.write(b"whole")
-        >>> (folder / "a.txt").read_text()
-        'whole'
     """
     target = _target(path)
     aside: Path | None = None

@@ -22,10 +22,6 @@ def element(name: str, content: str = "", /, **attributes: float | str) -> str:
         name: of the element.
         content: other elements, or a text that ``quoted`` returned.
         **attributes: ``_`` stands for ``-``; a ``float`` gets one digit behind the point.
-
-    Example:
-        >>> element("rect", x=1, width=2.345, stroke_width="0.25")
-        '<rect x="1" width="2.3" stroke-width="0.25"/>'
     """
     words = [name]
     for key, value in attributes.items():

@@ -42,16 +42,6 @@ class Sequences:
 
     Raises:
         ValueError: the stream is shorter than a sequence and its last target.
-
-    Example:
-        >>> import torch
-        >>> rows = Sequences(torch.arange(9), 4, shuffle=False, end=5).rows(torch.tensor([1, 2]))
-        >>> rows.tokens
-        tensor([[4, 5, 6, 7],
-                [0, 1, 2, 3]])
-        >>> rows.documents
-        tensor([[0, 0, 1, 1],
-                [0, 0, 0, 0]])
     """
 
     def __init__(

@@ -27,11 +27,6 @@ def learning_rate(step: int, steps: int, lr: float, schedule: ScheduleConfig) ->
         steps: of the run.
         lr: the largest.
         schedule: the rest.
-
-    Example:
-        >>> schedule = ScheduleConfig(kind="linear", warmup=2, final=0.0)
-        >>> [learning_rate(step, 5, 1.0, schedule) for step in (0, 1, 4)]
-        [0.5, 1.0, 0.0]
     """
     if step < schedule.warmup:
         return lr * (step + 1) / schedule.warmup

@@ -29,11 +29,6 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> list[
     Note:
         Of several such splits, the one with the least sum of squares that dynamic programming
         finds.
-
-    Example:
-        >>> from fusedops.parallel.pipeline.split import balanced
-        >>> balanced([1.0] * 8, 4, last=1.5)
-        [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
     """
     layers = len(costs)
     check_layers("balanced", layers, stages)
@@ -78,14 +73,6 @@ def shortest(costs: Sequence[float], order: ScheduleTable, *, last: float = 0.0)
         another, shifting those between, for as long as the ``timeline`` gets shorter: no such move
         makes it shorter, unless there are so many stages and micro-batches that the search would
         take seconds.
-
-    Example:
-        >>> from fusedops.parallel.pipeline.schedules import table
-        >>> from fusedops.parallel.pipeline.split import balanced, shortest
-        >>> [len(run) for run in balanced([1.0] * 6, 4, last=1.0)]
-        [1, 2, 2, 1]
-        >>> [len(run) for run in shortest([1.0] * 6, table("zbv", 2, 8), last=1.0)]
-        [2, 1, 2, 1]
     """
     left = _TIMED // sum(map(len, order.actions))
 
