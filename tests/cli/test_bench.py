@@ -375,7 +375,6 @@ SLUGS: dict[str, dict[str, str]] = {
     "cpu-zen4": {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17"},
     "cpu-zen3": {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "1"},
     "cpu-sapphire-rapids": {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "143"},
-    "cpu-neoverse-v2": {"CPU part": "0xd4f"},
     "cpu-odd-tm-9": {"vendor_id": "GenuineIntel", "model name": "Odd (TM) 9"},
 }
 
