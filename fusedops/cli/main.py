@@ -17,7 +17,7 @@ except ImportError:
     sys.stderr.write("fusedops: error: the command needs typer: pip install 'fusedops[cli]'\n")
     raise SystemExit(2) from None
 
-from fusedops.cli import demo, doctor, generate, plan, profile, report, train
+from fusedops.cli import demo, doctor, generate, plan, report, train
 from fusedops.cli.bench import ops as bench
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command()(doctor.doctor)
 app.command()(train.train)
-app.command()(profile.profile)
+app.command()(report.profile)
 app.command()(report.report)
 app.command()(generate.generate)
 app.command(context_settings=demo.PASS_ON, add_help_option=False)(demo.demo)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusedops.cli.profile import find_all, memory_records
+from fusedops.cli.profile_tables import find_all, memory_records
 from fusedops.launch.config_table import InputError
 from fusedops.profiler.detection import listed
 from fusedops.profiler.step_table import GroupTimes, group_times, rank_times, slowest

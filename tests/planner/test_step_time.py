@@ -213,7 +213,7 @@ def test_all_network_cards_of_a_node_carry_a_group_that_spans_nodes() -> None:
     assert step_time(one, fast).parts["tensor"] == pytest.approx(sums * moved / inside)
 
 
-SIZES = [2.0**power for power in range(10, 30)]
+BYTES = [2.0**power for power in range(10, 30)]
 CURVES = {
     "one regime": CommunicationCurve(2e-5, (1e-10,)),
     "two": CommunicationCurve(1e-5, (1e-9, 1e-10), (3e5,)),
@@ -228,8 +228,8 @@ def fitted(curve: CommunicationCurve, sizes: list[float]) -> CommunicationCurve:
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
 def test_every_other_size_predicts_the_rest(curve: CommunicationCurve) -> None:
-    model = fitted(curve, SIZES[::2])
-    worst = max(abs(math.log(model.seconds(x) / curve.seconds(x))) for x in SIZES[1:-1:2])
+    model = fitted(curve, BYTES[::2])
+    worst = max(abs(math.log(model.seconds(x) / curve.seconds(x))) for x in BYTES[1:-1:2])
     assert worst < 0.03
 
 
@@ -244,24 +244,24 @@ def test_a_curve_is_continuous_and_never_falls() -> None:
 
 def test_one_disturbed_measurement_moves_nothing() -> None:
     curve = CURVES["two"]
-    times = [curve.seconds(size) for size in SIZES]
+    times = [curve.seconds(size) for size in BYTES]
     times[1] *= 4
-    assert abs(math.log(fit_curve(SIZES, times).seconds(SIZES[2]) / times[2])) < 0.02
+    assert abs(math.log(fit_curve(BYTES, times).seconds(BYTES[2]) / times[2])) < 0.02
 
 
 def test_noise_of_some_percent_stays_noise() -> None:
     noise = random.Random(3)
     for name, curve in CURVES.items():
-        times = [curve.seconds(size) * math.exp(noise.gauss(0, 0.03)) for size in SIZES]
-        error = mean_error(fit_curve(SIZES, times), SIZES, [curve.seconds(x) for x in SIZES])
+        times = [curve.seconds(size) * math.exp(noise.gauss(0, 0.03)) for size in BYTES]
+        error = mean_error(fit_curve(BYTES, times), BYTES, [curve.seconds(x) for x in BYTES])
         assert error < 0.03, name
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_sizes_are_enough(count: int) -> None:
-    curve = fitted(CURVES["one regime"], SIZES[-count:])
-    wanted = CURVES["one regime"].seconds(SIZES[-1])
-    assert curve.seconds(SIZES[-1]) == pytest.approx(wanted, rel=1e-3)
+    curve = fitted(CURVES["one regime"], BYTES[-count:])
+    wanted = CURVES["one regime"].seconds(BYTES[-1])
+    assert curve.seconds(BYTES[-1]) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_falling_times_become_a_constant() -> None:
@@ -304,7 +304,7 @@ def test_the_command_predicts_the_rows_of_another_file(
     rows = [
         {"gpu": gpu, "op": "sum", "bytes": size, "time_us": factor * 1e6 * curve.seconds(size)}
         for gpu, factor in (("A", 1), ("B", 3))
-        for size in SIZES
+        for size in BYTES
     ]
     odd, even, out = (tmp_path / name for name in ("odd.csv", "even.csv", "out.csv"))
     odd.write_text(csv_text(rows[1::2], rows[0]))

@@ -6,12 +6,11 @@ Below them stand the steps of the first layout's pipeline, if it has one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.timeline import timeline
+from fusedops.planner import TimedLayout, TimedRanking
 from fusedops.terminal import svg
-
-if TYPE_CHECKING:
-    from fusedops.planner import TimedLayout, TimedRanking
 
 # Parts of a step by what they are, in the order of the tables and of the bars.
 KINDS = {
@@ -93,9 +92,6 @@ def _bars(
 
 def _pipeline(row: TimedLayout) -> str:
     """Return the timeline of a layout's pipeline as SVG; empty without one."""
-    from fusedops.parallel.pipeline.schedules import table
-    from fusedops.parallel.pipeline.timeline import timeline
-
     config = row.layout.parallel
     if config.pp == 1:
         return ""

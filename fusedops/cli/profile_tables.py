@@ -1,27 +1,33 @@
-"""``fusedops profile``: where the time of a job's steps goes, and what makes it slow."""
+"""What ``fusedops profile`` shows: where the time of a job's steps goes, and what makes it slow."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from typer import Argument, Option
+from rich.console import Console
 
-from fusedops.cli import output
+from fusedops.profiler import Detector, Finding, RunShape, Timings, read_timings
+from fusedops.profiler.detection import listed
+from fusedops.profiler.step_table import (
+    GroupTimes,
+    RankTimes,
+    group_times,
+    rank_times,
+    slowest,
+    what_if,
+)
+from fusedops.profiler.timings import FOLDER, HEADER
+from fusedops.profiler.trace_links import clock_offsets, late_seconds, link_times, matched
+from fusedops.profiler.traces import TraceFile, merged, read_traces
 from fusedops.terminal import files
 from fusedops.terminal.console import number_columns, show_table
 from fusedops.terminal.progress import activity
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fusedops.profiler import Finding, RunShape, Timings
-    from fusedops.profiler.step_table import GroupTimes, RankTimes
-    from fusedops.profiler.traces import TraceFile
 
 # Ranks of a table, from which on only the slowest are shown.
 _MOST_ROWS = 16
@@ -31,7 +37,7 @@ _NOTABLE = 1e-3
 
 
 @dataclass
-class _Profile:
+class Profile:
     """What a folder shows."""
 
     source: str
@@ -47,50 +53,17 @@ class _Profile:
     memory: dict[str, Any] | None = None  # of one rank and step, by layer and kind
 
 
-def profile(
-    folder: Annotated[str, Argument(help="A run, or a folder of torch.profiler's traces.")],
-    compare: Annotated[str, Option(help="Another such folder, to compare with.")] = "",
-    worst: Annotated[int, Option(min=1, help="Slowest ranks to show.")] = 5,
-    json_file: Annotated[str, Option("--json", help="Write a file; -: print it instead.")] = "",
-    trace_file: Annotated[str, Option("--trace", help="Merge traces, for ui.perfetto.dev.")] = "",
-) -> None:
-    """Print where the steps of each rank spend their time, and what a job could gain.
-
-    docs/observe.md explains the columns.
-    """
-    with files.one_line_errors():
-        output.check_outputs(json_file, trace_file)
-        profiled = _read(folder)
-        if trace_file and not profiled.traces:
-            raise files.UserError(
-                f"--trace merges traces of torch.profiler, and {folder} has the records of a run"
-            )
-
-        def show(out: Console) -> None:
-            _show(profiled, worst, out)
-            if compare:
-                _compare(profiled, _read(compare), out)
-
-        trace = output.text_file(trace_file, lambda: json.dumps(_merged(profiled, worst)))
-        output.deliver(_record(profiled), json_file, show, trace)
-
-
-def _merged(profiled: _Profile, worst: int) -> dict[str, Any]:
-    """Return a folder's traces as one: the slowest if there are many."""
-    from fusedops.profiler.step_table import slowest
-    from fusedops.profiler.traces import merged
-
+def trace_text(profiled: Profile, worst: int) -> str:
+    """Return a folder's traces as the JSON of one: the slowest if there are many."""
     traces = profiled.traces
     if len(traces) > _MOST_ROWS:
         pairs = slowest(profiled.shape, profiled.ranks)[:worst]
         traces = [trace for trace in traces if trace.rank in {times.rank for times, _ in pairs}]
-    return merged(traces, profiled.offsets)
+    return json.dumps(merged(traces, profiled.offsets))
 
 
-def _read(folder: str) -> _Profile:
+def read(folder: str) -> Profile:
     """Return what a run's records show, or else the traces of a folder."""
-    from fusedops.profiler.timings import FOLDER, HEADER
-
     path = Path(folder)
     if not path.exists():
         raise files.UserError(
@@ -101,15 +74,12 @@ def _read(folder: str) -> _Profile:
         return _records(folder) if recorded else _traces(folder)
 
 
-def _records(folder: str) -> _Profile:
-    from fusedops.profiler import read_timings
-    from fusedops.profiler.step_table import group_times, rank_times
-
+def _records(folder: str) -> Profile:
     timings = read_timings(folder)
     if not timings.steps:
         notes = "".join(f" ({note})" for note in timings.notes)
         raise files.UserError(f"{folder} has no complete step yet{notes}: wait for its first step")
-    return _Profile(
+    return Profile(
         folder,
         timings.shape,
         len(timings.steps),
@@ -123,8 +93,6 @@ def _records(folder: str) -> _Profile:
 
 def find_all(timings: Timings) -> list[Finding]:
     """Return what the recorded steps of a run show, in their order."""
-    from fusedops.profiler import Detector
-
     detector = Detector(timings.shape)
     rows = zip(timings.steps, timings.values, strict=True)
     return [finding for step, values in rows for finding in detector.update(step, values)]
@@ -132,8 +100,6 @@ def find_all(timings: Timings) -> list[Finding]:
 
 def memory_records(run: Path) -> list[dict[str, Any]]:
     """Return what the ranks of a run allocated in the recorded step, in their order."""
-    from fusedops.profiler.timings import FOLDER
-
     records = []
     for path in (run / FOLDER).glob("memory-*.json"):
         with contextlib.suppress(OSError, ValueError):  # half a file of a killed process
@@ -141,13 +107,7 @@ def memory_records(run: Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["rank"])
 
 
-def _traces(folder: str) -> _Profile:
-    import os
-
-    from fusedops.profiler import RunShape
-    from fusedops.profiler.trace_links import clock_offsets, late_seconds, link_times, matched
-    from fusedops.profiler.traces import read_traces
-
+def _traces(folder: str) -> Profile:
     traces = read_traces(folder, processes=os.cpu_count() or 1)
     kernels: dict[str, tuple[float, int]] = {}
     for trace in traces:
@@ -181,13 +141,11 @@ def _traces(folder: str) -> _Profile:
     shape = RunShape({"pp": 1, "dp": len(ranks), "cp": 1, "tp": 1, "ep": 1})
     groups = link_times(together)
     further: dict[str, Any] = {"kernels": kernels, "traces": traces, "offsets": offsets}
-    return _Profile(folder, shape, 0, ranks, groups, notes, **further)
+    return Profile(folder, shape, 0, ranks, groups, notes, **further)
 
 
-def _show(profiled: _Profile, worst: int, out: Console) -> None:
-    from fusedops.profiler.detection import listed
-    from fusedops.profiler.step_table import slowest, what_if
-
+def show(profiled: Profile, worst: int, out: Console) -> None:
+    """Print the tables, findings and notes of a folder."""
     sizes = ", ".join(f"{name} {n}" for name, n in profiled.shape.sizes.items() if n > 1)
     steps = f", {profiled.steps} steps" if profiled.steps else ""
     out.print(f"[bold]{profiled.source}[/]: {len(profiled.ranks)} ranks ({sizes}){steps}")
@@ -229,8 +187,6 @@ def _show_ranks(ranks: Sequence[RankTimes], factors: dict[int, float], out: Cons
 
 
 def _show_groups(groups: Sequence[GroupTimes], worst: int, out: Console) -> None:
-    from fusedops.profiler.detection import listed
-
     cells = []
     for kind in dict.fromkeys(group.kind for group in groups):
         of_kind = sorted((g for g in groups if g.kind == kind), key=lambda group: -group.seconds)
@@ -262,7 +218,7 @@ def _show_memory(record: dict[str, Any], out: Console) -> None:
     show_table(out, ("layer", *number_columns(*kinds)), cells, title=title)
 
 
-def _compare(first: _Profile, second: _Profile, out: Console) -> None:
+def compare(first: Profile, second: Profile, out: Console) -> None:
     """Print how the mean step of two runs differs, column by column."""
     cells = []
     for name in list(asdict(first.ranks[0]))[2:]:
@@ -277,9 +233,8 @@ def _compare(first: _Profile, second: _Profile, out: Console) -> None:
     show_table(out, ("mean of the ranks, ms", *columns), cells)
 
 
-def _record(profiled: _Profile) -> dict[str, Any]:
-    from fusedops.profiler.step_table import what_if
-
+def record(profiled: Profile) -> dict[str, Any]:
+    """Return what is shown as JSON has it."""
     return {
         "source": profiled.source,
         "sizes": profiled.shape.sizes,
