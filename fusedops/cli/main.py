@@ -18,7 +18,7 @@ except ImportError:
     raise SystemExit(2) from None
 
 from fusedops.cli import demo, doctor, generate, plan, report, train
-from fusedops.cli.bench import ops as bench
+from fusedops.cli.bench import commands as bench
 
 app = typer.Typer(
     name="fusedops",
