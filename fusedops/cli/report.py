@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-_FILE = "report.html"
-
 
 def report(
     run: Annotated[str, Argument(help="Folder of a run of fusedops train.")],
@@ -45,7 +43,7 @@ def report(
         if watch:
             _watch(run, record, host, port, every)
             return
-        file = Path(out or Path(run) / _FILE)
+        file = Path(out or Path(run) / "report.html")
         files.check_writable(str(file))
         from fusedops.cli.report_page import page
 
@@ -68,7 +66,7 @@ def profile(
     """
     with files.one_line_errors():
         output.check_outputs(json_file, trace_file)
-        from fusedops.cli import profile_tables as tables
+        from fusedops.cli import report_page as tables
 
         profiled = tables.read(folder)
         if trace_file and not profiled.traces:

@@ -285,7 +285,7 @@ LINE = re.compile(r"(?<![\w.])fusedops ((?:\\\n|[^`\n\"'|;&#)])*)")
 def test_options_in_texts_exist() -> None:
     import typer
 
-    from fusedops.cli.default_group import DefaultGroup
+    from fusedops.cli.bench.options import DefaultGroup
     from fusedops.cli.main import app
 
     root = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import fusedops
 from fusedops._core import dtypes
 from fusedops.bench.contenders import ContenderCall, peers_of
 from fusedops.bench.layers import LAYERS, MOE_LAYER
-from fusedops.cli.bench.op_rows import case_of, example, specs_of
+from fusedops.cli.bench.rows import case_of, example, specs_of
 from fusedops.specs import all_specs
 from fusedops.terminal.files import UserError
 

@@ -17,14 +17,13 @@ from typer import Argument, Option
 
 from fusedops.cli import output
 from fusedops.cli.bench import options
-from fusedops.cli.default_group import DefaultGroup
 from fusedops.cli.errors import start_processes
 from fusedops.terminal import files
 from fusedops.terminal.progress import activity, sigterm_interrupts, steps
 from fusedops.terminal.sizes import parse_bytes
 
 app = typer.Typer(
-    cls=DefaultGroup,
+    cls=options.DefaultGroup,
     add_completion=False,
     help="Measure ops and whole models, compare two measurements.",
 )
@@ -77,8 +76,7 @@ def run(
     csv_file: options.CsvRows = None,
     svg_file: options.SvgFile = None,
     results: Annotated[
-        Path | None,
-        Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
+        Path | None, Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results.")
     ] = None,
 ) -> None:
     """Measure ops against eager torch, torch.compile and, in a checkout, other libraries.
@@ -95,15 +93,15 @@ def run(
             raise files.UserError("--shape needs the names of ops, without --sizes or --all-sizes")
         from fusedops.bench.contenders import names
         from fusedops.bench.runner import BenchRun
-        from fusedops.cli.bench import op_rows
+        from fusedops.cli.bench import rows
 
-        specs = op_rows.specs_of(ops or [])
-        plan = op_rows.cases_of(specs, sizes, all_sizes, quick, shape or [])
+        specs = rows.specs_of(ops or [])
+        plan = rows.cases_of(specs, sizes, all_sizes, quick, shape or [])
         known = dict.fromkeys(name for spec in specs for name in names(spec))
         only = options.words(variants, known, "variants") if variants else []
         compiled = not (no_compile or quick or (only and "compile" not in only))
         measured = BenchRun(conditions, conditions.timing(), compiled=compiled)
-        jobs = op_rows.jobs_of(measured, plan, json_file)
+        jobs = rows.op_jobs(measured, plan, json_file)
         complete = measured.run(jobs, only=only, all_backends=all_backends)
         outputs = json_file, csv_file, svg_file, results
         output.deliver_record(measured.record(), *outputs, name="{}-{}.csv", complete=complete)
@@ -121,41 +119,33 @@ def compare(
     """List the rows of fusedops that became slower beyond their spread; exit with 1 if any did."""
     from fusedops.bench import compare as judge
     from fusedops.bench.results import load_json
-    from fusedops.cli.bench import op_rows
+    from fusedops.cli.bench import rows
 
     with output.checked():
         allowed = judge.parse_share(fail_if_slower)
         records = load_json(before), load_json(after)
         verdict = judge.compare(*records, allowed=allowed, allow_different=allow_different)
-    op_rows.show_verdict(verdict, allowed)
+    rows.show_verdict(verdict, allowed)
     raise typer.Exit(1 if verdict.slower else 0)
 
 
 @app.command(cls=Command)
 def models(
-    family: Annotated[
-        str, Option(help="Comma-separated: gpt2, bert, llama...; all; default: seven.")
-    ] = "",
+    family: Annotated[str, Option(help="Comma-separated: gpt2, t5...; all; default: seven.")] = "",
     mode: Annotated[str, Option(help="Comma-separated modes.")] = "training,forward,decoding",
     dtype: options.Dtypes = "float32,bfloat16,float16",
     device: options.Device = "cpu",
     hidden: options.SmallHidden = 512,
     layers: options.Layers = 4,
     tokens: Annotated[
-        str,
-        Option(
-            help="Sequences x tokens; decoding reads them as its prompt. Default: 4x256, float16 "
-            "on a CPU trains 1x64."
-        ),
+        str, Option(help="Sequences x tokens, of decoding its prompt; default: 4x256 or fewer.")
     ] = "",
     steps: Annotated[int, Option(min=1, help="Tokens that decoding generates.")] = 32,
     compiled: Annotated[
         bool | None,
         Option("--compile/--no-compile", help="torch.compile too; default: not on a CPU."),
     ] = None,
-    calibrate: Annotated[
-        bool, Option("--calibrate", help="Patch with calibrate=True, example=batch.")
-    ] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help="Patch with calibrate=True.")] = False,
     quick: Annotated[bool, Option("--quick", help="Few samples, no memory.")] = False,
     seconds: Annotated[float, options.seconds_per("model, mode and dtype")] = 8.0,
     threads: options.Threads = 0,
@@ -166,8 +156,7 @@ def models(
             _JUDGE,
             metavar="[RATIO]",
             min=0.0,
-            help="Exit with 1 when a row of ours is below this ratio of the fastest other; "
-            f"{RATIO} by default.",
+            help=f"Exit with 1 when ours is below this ratio of the fastest other; {RATIO} alone.",
         ),
     ] = None,
     json_file: options.JsonRecord = None,
@@ -187,20 +176,18 @@ def models(
         size = options.model_size(hidden, layers, tokens, min(steps, 8) if quick else steps)
         if compiled is None:
             compiled = conditions.device.type != "cpu"
-        from fusedops.cli.bench import model_rows
+        from fusedops.cli.bench import rows
 
-        plan = model_rows.plan_of(family, mode, size)
+        plan = rows.plan_of(family, mode, size)
         patched = f"fusedops.patch(model{', calibrate=True, example=batch' * calibrate})"
-        run = model_rows.BenchRun(
-            conditions, conditions.timing(3, 7), compiled=compiled, patch=patched
-        )
-        jobs, wrong = model_rows.jobs_of(run, plan, fixed=bool(tokens))
+        run = rows.BenchRun(conditions, conditions.timing(3, 7), compiled=compiled, patch=patched)
+        jobs, wrong = rows.model_jobs(run, plan, fixed=bool(tokens))
         complete = run.run(jobs, memory=not quick, calibrate=calibrate)
         run.notes += [f"WRONG: {error}" for error in wrong]
         record = run.record()
         outputs = json_file, csv_file, svg_file, results
         output.deliver_record(record, *outputs, name="models-{}-{}.json", complete=complete)
-    failed = model_rows.judge(record, fail_if_slower)
+    failed = rows.judge(record, fail_if_slower)
     if wrong or failed:
         raise typer.Exit(1)
 
@@ -217,9 +204,7 @@ def memory(
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRows = None,
-    svg_file: Annotated[
-        Path | None, Option("--svg", help="Draw plain and recomputed steps of the first row.")
-    ] = None,
+    svg_file: Annotated[Path | None, Option("--svg", help="Draw the first row's steps.")] = None,
 ) -> None:
     """Measure a step of training under memory policies: bytes, and time against the plain step.
 
@@ -304,17 +289,15 @@ def communication(
     with torchrun. docs/communication.md.
     """
     with output.checked(json_file, svg_file, out):
-        if fit is not None:
-            from fusedops.cli.bench import communication_rows
-
-            communication_rows.fit(fit, predict, out)
-            return
-        if predict is not None or out is not None:
+        if fit is None and (predict is not None or out is not None):
             raise files.UserError("--predict and --out need --fit FILE.csv")
         from fusedops.bench import communication as bench
         from fusedops.cli.bench import communication_rows
         from fusedops.launch.processes import initialize_distributed
 
+        if fit is not None:
+            communication_rows.fit(fit, predict, out)
+            return
         names = list(bench.COLLECTIVES)
         if collectives:
             names = options.words(collectives, bench.COLLECTIVES, "collectives")

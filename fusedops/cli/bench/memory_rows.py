@@ -191,7 +191,6 @@ def placements(
 
 
 def _read(source: Path) -> list[list[int]]:
-    """Return the columns of a file."""
     columns: dict[str, list[int]] = {name: [] for name in ("lower", "upper", "size")}
     for number, row in enumerate(load_rows(source), 2):
         for name, column in columns.items():

@@ -1,7 +1,4 @@
-"""The commands of ``fusedops plan``; ``fusedops.planner`` estimates, ``arguments`` is shared.
-
-Their functions import what they use: ``--help`` must not wait longer than the package itself does.
-"""
+"""The command lines of ``fusedops plan``; what they estimate with and show is imported late."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import typer
 from typer import Option
 
 from fusedops.cli import output
-from fusedops.cli.default_group import DefaultGroup
+from fusedops.cli.bench.options import DefaultGroup
 from fusedops.cli.plan import arguments
 from fusedops.terminal import files
 from fusedops.terminal.console import console, number_columns, show_table
@@ -95,7 +92,6 @@ def step_time(
         memory = arguments.device_memory(given.device, given.memory)
         batch = global_batch or 8 * given.devices
         from fusedops.cli.plan import layouts
-        from fusedops.cli.plan.picture import picture
 
         request = layouts.PlanRequest(given, sizes, device, batch, memory, given.base(), choices)
         plan = request.plan(given.devices, batch, rows)
@@ -112,7 +108,7 @@ def step_time(
                 layouts.scaling(request, out)
 
         named = [layouts.named(row) for row in plan.rows]
-        drawn = output.text_file(svg_file if named else "", lambda: picture(plan, named))
+        drawn = output.text_file(svg_file if named else "", lambda: layouts.picture(plan, named))
         output.deliver(layouts.record(request, plan), given.json_file, show, drawn)
     if not plan.rows:
         raise typer.Exit(1)

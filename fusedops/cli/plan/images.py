@@ -124,11 +124,8 @@ _OP = "image_model"
 class UNet(nn.Module):
     """A U-Net of signals, images or volumes with batch norm, for any extent.
 
-    Args:
-        channels: of the input and of the output.
-        ndim: 1 to 3 spatial dims.
-        width: channels of the first level; each level has twice those of the one above.
-        levels: that halve the extent.
+    The first level has ``width`` channels, each other one twice those of the one above at half of
+    its extent.
     """
 
     def __init__(self, channels: int, ndim: int = 2, width: int = 16, levels: int = 4) -> None:
@@ -175,13 +172,6 @@ def image_model(name: str, channels: int = 3, ndim: int = 2) -> nn.Module:
     """Return a U-Net of so many channels and spatial dims, or what an importable function makes.
 
     ``name`` is ``"unet"``, or that of the function, as ``"torchvision.models:resnet50"``.
-
-    Raises:
-        ValueError: there is no such function, or it gives no module.
-
-    Example:
-        >>> image_model("unet", channels=1).head.out_channels
-        1
     """
     package, colon, function = name.partition(":")
     if not colon:

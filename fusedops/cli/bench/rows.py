@@ -1,4 +1,4 @@
-"""What ``fusedops bench`` measures of ops: which rows, at which sizes, and how two records differ.
+"""Which rows ``fusedops bench`` measures of ops and of models, and how two records differ.
 
 ``--shape rows=4096,columns=1024`` is a size of the user's own. The names of the dimensions are the
 parameters of the function that makes the op's benchmark rows (``Spec.bench_case``), their types
@@ -8,6 +8,7 @@ those of its annotations.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -20,10 +21,12 @@ import torch
 
 from fusedops import specs
 from fusedops._core import backends
+from fusedops.bench import models, report
 from fusedops.bench.cases import host_overhead, run_case
 from fusedops.bench.compare import RecordComparison, RowChange
 from fusedops.bench.layers import GROUPS, LAYERS, members
-from fusedops.bench.results import dtype_name, save_json
+from fusedops.bench.model_zoo import FAMILIES, HEADLINE, ModelFamily, ModelSize
+from fusedops.bench.results import BenchRecord, dtype_name, save_json
 from fusedops.bench.runner import BenchRun, BenchSettings, Job
 from fusedops.cli.bench import options
 from fusedops.specs import BenchCase, Spec
@@ -75,7 +78,7 @@ def _size(case: BenchCase) -> str:
     return re.split(r"[ ,]", case.label)[0]
 
 
-def jobs_of(run: BenchRun, plan: list[tuple[Spec, BenchCase]], json_file: Path | None) -> list[Job]:
+def op_jobs(run: BenchRun, plan: list[tuple[Spec, BenchCase]], json_file: Path | None) -> list[Job]:
     """Return what measures each op, size and dtype.
 
     After each the file has all rows so far: a process that runs out of memory is not asked.
@@ -132,11 +135,7 @@ def _line(change: RowChange) -> str:
 
 
 def case_of(spec: Spec, text: str) -> BenchCase:
-    """Return the benchmark row of an op at a size such as ``rows=4096,columns=1024``.
-
-    Raises:
-        UserError: a dimension is missing, not known or no size, or the op takes no shape.
-    """
+    """Return the benchmark row of an op at a size such as ``rows=4096,columns=1024``."""
     if spec.bench_case is None:
         raise files.UserError(f"{spec.name} has no --shape: --sizes chooses one of its sizes")
     parameters = _parameters(spec)
@@ -211,3 +210,57 @@ _KINDS: dict[Any, tuple[str, str, Any]] = {
     bool: ("true", "true or false", {"true": True, "false": False}.__getitem__),
     str: ("WORD", "a word", str),
 }
+
+
+def plan_of(family: str, mode: str, size: ModelSize) -> list[tuple[ModelFamily, str, ModelSize]]:
+    """Return what to measure, in order."""
+    chosen = list(HEADLINE)
+    if family:
+        names = options.words(family, (*FAMILIES, "all"), "family")
+        chosen = list(FAMILIES) if "all" in names else list(dict.fromkeys(names))
+    modes = options.words(mode, models.MODES, "mode")
+    plan = [
+        (FAMILIES[name], chosen_mode, of)
+        for name in chosen
+        for chosen_mode in modes
+        for of in models.sizes(FAMILIES[name], chosen_mode, size)
+    ]
+    if not plan:
+        raise files.UserError(
+            f"{', '.join(chosen)}: no decoder among them, nothing to measure: add gpt2 to --family"
+        )
+    return plan
+
+
+def model_jobs(
+    run: BenchRun, plan: list[tuple[ModelFamily, str, ModelSize]], *, fixed: bool
+) -> tuple[list[Job], list[str]]:
+    """Return what measures each case, and a list that gets what our models compute wrong.
+
+    Unless the size is ``fixed``, what would take minutes on a CPU is measured at a smaller one.
+    """
+    wrong: list[str] = []
+
+    def measure(case: models.ModelCase, settings: BenchSettings) -> None:
+        result = models.run_case(case, settings)
+        run.rows += result.rows
+        run.notes += result.notes
+        wrong.extend(result.wrong)
+
+    jobs: list[Job] = []
+    for (chosen, of, asked), at in itertools.product(plan, run.dtypes):
+        fits = asked if fixed else models.affordable(of, asked, at, run.device)
+        case = models.ModelCase(chosen, of, fits, at)
+        jobs.append((case.title, partial(measure, case)))
+    return jobs, wrong
+
+
+def judge(record: BenchRecord, ratio: float | None) -> bool:
+    """Print which rows are slower than asked for; return whether one is."""
+    if ratio is None:
+        return False
+    below, doubtful = models.slower(record.rows, ratio)
+    judged = sum(row.lead is not None for row in record.rows) - len(doubtful)
+    for line in report.verdict(below, doubtful, ratio, judged):
+        print(line)
+    return bool(below)
