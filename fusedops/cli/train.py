@@ -22,7 +22,7 @@ from fusedops.terminal import files
 def train(
     config: Annotated[str, Argument(help="A TOML file (--example writes one).")] = "",
     processes: Annotated[int, Option(min=1, help="Processes on this machine.")] = 1,
-    overrides: Annotated[list[str] | None, Option("--set", help="As optimizer.lr=3e-4.")] = None,
+    overrides: Annotated[list[str] | None, Option("--set", help="Set optimizer.lr=3e-4.")] = None,
     plan: Annotated[str, Option(help="JSON of fusedops plan: use its first layout.")] = "",
     restarts: Annotated[int, Option(min=0, help="Most restarts after a process failed.")] = 0,
     stop_code: Annotated[int, Option(min=0, max=125, help="Exit code after a signal.")] = 0,

@@ -26,7 +26,7 @@ from fusedops.cli import output
 from fusedops.cli.bench import options
 from fusedops.memory.arena import place
 from fusedops.memory.measurement.report import MemoryReport
-from fusedops.runtime.timer import TimingPlan, clock_for
+from fusedops.runtime.timer import TimingPlan
 from fusedops.terminal import files, memory_plot
 from fusedops.terminal.console import DISTURBED, number_columns, show_table
 from fusedops.terminal.progress import sigterm_interrupts, steps
@@ -43,13 +43,13 @@ def measure_policies(
     chosen = [FAMILIES[name] for name in options.words(family, FAMILIES, "family")]
     cases = list(itertools.product(chosen, conditions.set_up()))
     where, seconds = conditions.device, conditions.seconds
-    clock, plan = clock_for(where), TimingPlan(seconds=seconds)
+    plan = TimingPlan(seconds=seconds)
     rows: list[MemoryRow] = []
     reports: dict[str, MemoryReport] = {}
     with steps(len(cases)) as progress, sigterm_interrupts():
         for of, weights in cases:
             report = progress.reporter(f"{of.name} {dtype_name(weights)}")
-            measured, drawn = bench.run_case(of, size, weights, where, clock, plan, report)
+            measured, drawn = bench.run_case(of, size, weights, where, plan, report)
             rows += measured
             reports = reports or drawn
             progress.advance()
