@@ -71,6 +71,9 @@ def test_time_is_the_sum_of_its_parts_and_grows_with_the_work() -> None:
     assert step_time(shape(microbatches=4, recompute="full"), device).seconds > one.seconds
     parts = step_time(shape(microbatches=4, recompute="selective"), device).parts
     assert 0 < parts["recomputation"] < one.parts["attention"]
+    for offload in ("optimizer", "activations"):
+        other = shape(microbatches=4, offload=(offload,), saved_bytes=1e9)
+        assert step_time(other, device).seconds >= one.seconds
 
 
 def test_each_mode_has_its_communication_alone() -> None:
