@@ -58,13 +58,8 @@ def run_case(
         return [], [f"{title}: no rows: {message.strip().splitlines()[0]}"]
     if settings.compiled:
         settings.report("compiling")
-    able, notes = contenders(
-        spec,
-        call,
-        compiled=settings.compiled,
-        only=settings.only,
-        all_backends=settings.all_backends,
-    )
+    which: dict[str, Any] = {"only": settings.only, "all_backends": settings.all_backends}
+    able, notes = contenders(spec, call, compiled=settings.compiled, **which)
     if not able:
         return [], [f"{title}: {note}" for note in notes]
     settings.report("errors")

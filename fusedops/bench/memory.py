@@ -29,7 +29,7 @@ from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.report import MemoryReport
 from fusedops.optim import AdamW
 from fusedops.runtime import host
-from fusedops.runtime.timer import Clock, TimingPlan, Variant, clock_for, measure
+from fusedops.runtime.timer import TimingPlan, Variant, clock_for, measure
 
 PLAIN = "plain"
 _ARENA = "arena"
@@ -75,7 +75,6 @@ def run_case(
     size: ModelSize,
     dtype: torch.dtype,
     device: torch.device,
-    clock: Clock,
     plan: TimingPlan,
     report: Callable[[str], None],
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
@@ -94,7 +93,7 @@ def run_case(
         results[name] = _results(models[name], batch)
     report("timing")
     variants = [Variant(name, partial(_step, model, batch)) for name, model in models.items()]
-    timing = measure(variants, clock, plan)
+    timing = measure(variants, clock_for(device), plan)
     rows = []
     for name in models:
         spread, ratio = timing.spread(name), timing.ratio(name, PLAIN)

@@ -17,8 +17,7 @@ from fusedops.terminal import files
 def report_errors_once(*, lost: str = "") -> Iterator[None]:
     """Turn errors that a command may end with into a line of rank 0 and an exit code of all.
 
-    Args:
-        lost: what can be done when other processes are gone, which every process reports.
+    Every process reports that others are gone, and then what can be done, which is ``lost``.
     """
     try:
         yield

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fusedops.generation.load import Loaded
     from fusedops.launch.processes import Ranks
 
-_TOKENS = 100
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -79,7 +78,7 @@ def generate(
 
         with files.user_errors(ValueError, TypeError):
             options = Options(
-                tokens=_TOKENS if tokens is None else tokens,
+                tokens=100 if tokens is None else tokens,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -91,12 +90,8 @@ def generate(
             )
         with initialize_distributed(device) as ranks:
             with activity(f"loading {checkpoint}", visible=ranks.rank == 0):
-                chosen: dict[str, Any] = {
-                    "parallel": parallel,
-                    "dtype": dtype,
-                    "tokenizer": tokenizer,
-                }
-                loaded = load(checkpoint, ranks, step=step, **chosen)
+                chosen: dict[str, Any] = {"dtype": dtype, "tokenizer": tokenizer, "step": step}
+                loaded = load(checkpoint, ranks, parallel=parallel, **chosen)
             _continue(loaded, ranks, prompts, stops, options, exact=tokens is not None)
 
 

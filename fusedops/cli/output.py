@@ -48,11 +48,7 @@ def text_file(path: str | Path | None, make: Callable[[], str]) -> Writer:
 
 
 def write_all(writers: Iterable[Writer], out: Console) -> None:
-    """Write each file that was asked for, and tell so; one that cannot be costs no other.
-
-    Raises:
-        UserError: for all that failed, at the end.
-    """
+    """Write each file that was asked for, and tell so; one that cannot be costs no other."""
     failures = []
     for path, write in writers:
         if not path:

@@ -1,4 +1,4 @@
-"""``fusedops report``: one HTML file that shows a run, or a page that follows it while it runs."""
+"""``fusedops profile`` and ``fusedops report``: tables of a run's steps, and a page of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 
 from typer import Argument, Option
 
+from fusedops.cli import output
 from fusedops.terminal import files
 from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
     import http.server
 
-_FILE = "report.html"
+    from rich.console import Console
 
 
 def report(
@@ -42,7 +43,7 @@ def report(
         if watch:
             _watch(run, record, host, port, every)
             return
-        file = Path(out or Path(run) / _FILE)
+        file = Path(out or Path(run) / "report.html")
         files.check_writable(str(file))
         from fusedops.cli.report_page import page
 
@@ -50,6 +51,36 @@ def report(
             text = page(run, record)
         files.write_text(str(file), text)
         print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
+
+
+def profile(
+    folder: Annotated[str, Argument(help="A run, or a folder of torch.profiler's traces.")],
+    compare: Annotated[str, Option(help="Another such folder, to compare with.")] = "",
+    worst: Annotated[int, Option(min=1, help="Slowest ranks to show.")] = 5,
+    json_file: Annotated[str, Option("--json", help="Write a file; -: print it instead.")] = "",
+    trace_file: Annotated[str, Option("--trace", help="Merge traces, for ui.perfetto.dev.")] = "",
+) -> None:
+    """Print where the steps of each rank spend their time, and what a job could gain.
+
+    docs/observe.md explains the columns.
+    """
+    with files.one_line_errors():
+        output.check_outputs(json_file, trace_file)
+        from fusedops.cli import report_page as tables
+
+        profiled = tables.read(folder)
+        if trace_file and not profiled.traces:
+            raise files.UserError(
+                f"--trace merges traces of torch.profiler, and {folder} has the records of a run"
+            )
+
+        def show(out: Console) -> None:
+            tables.show(profiled, worst, out)
+            if compare:
+                tables.compare(profiled, tables.read(compare), out)
+
+        trace = output.text_file(trace_file, lambda: tables.trace_text(profiled, worst))
+        output.deliver(tables.record(profiled), json_file, show, trace)
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

@@ -122,8 +122,7 @@ def spatial_plan(
     planned = _on_meta(module, dtype)
     try:
         if single is None:
-            ones = (1,) * len(cut)
-            single = trace(planned, shape, (0,) * len(cut), ones, device, dtype)
+            single = trace(planned, shape, (0,) * len(cut), (1,) * len(cut), device, dtype)
         places = itertools.product(*map(_places, cut))
         ranks = tuple(trace(planned, shape, place, cut, device, dtype) for place in places)
     except (RuntimeError, TypeError, IndexError, AssertionError) as error:

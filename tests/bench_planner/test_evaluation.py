@@ -59,7 +59,6 @@ def test_checkpointing_by_operator_keeps_fewer_bytes() -> None:
         ({"gbs": "60"}, "dp x mbs = 16 does not divide gbs = 60"),
         ({"mbs": ""}, "mbs is empty"),
         ({"hidden": "wide"}, "hidden = 'wide' is not a number"),
-        ({"layers": "2.5"}, "layers = 2.5 is not an integer from 1 on"),
         ({"gpu": "TPU"}, "gpu = TPU is unknown"),
         ({"gpu": ""}, "gpu is empty, and no --device was given"),
         ({"step_s": "nan"}, ""),

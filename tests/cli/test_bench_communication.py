@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from fusedops.bench import communication as bench
-from fusedops.cli.bench import communication as command
+from fusedops.cli.bench import communication_rows as command
 from fusedops.launch.processes import Ranks
 from fusedops.parallel.comm import collectives
 from fusedops.planner.communication import CommunicationModel
@@ -67,12 +67,12 @@ def test_rows_follow_the_conventions_and_wrong_data_is_counted(
     assert wrong.wrong == 8  # one element on each rank
     files = tmp_path / "links.json", tmp_path / "links.svg"
     ranks = Ranks(0, 8, torch.device("cpu"), None)
-    command._deliver(rows, links, ranks, *files)
+    command.deliver(rows, links, ranks, *files)
     assert_the_planner_reads(*files)
     shown = capsys.readouterr().out
     assert "28 pairs of ranks" in shown and "latency us" in shown
     with pytest.raises(UserError, match="the first is all_gather by gloo of 1024 bytes: 8 elem"):
-        command._deliver([*rows, wrong], links, ranks, None, None)
+        command.deliver([*rows, wrong], links, ranks, None, None)
 
 
 def assert_the_planner_reads(json_file: Path, svg_file: Path) -> None:

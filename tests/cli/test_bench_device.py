@@ -99,11 +99,11 @@ def test_settings_differ_in_speed_alone() -> None:
 
 def test_names_that_hold_commas_are_found() -> None:
     known = {name.replace(" ", ""): name for name in scaling.SETTINGS}
-    assert scaling_command._names("dp2,zero1,tp2", known) == ["dp2,zero1", "tp2"]
-    assert scaling_command._names("dp2,tp2,sp", known) == ["dp2", "tp2,sp"]
-    assert scaling_command._names("", known) == list(known)
+    assert scaling_command.setting_names("dp2,zero1,tp2", known) == ["dp2,zero1", "tp2"]
+    assert scaling_command.setting_names("dp2,tp2,sp", known) == ["dp2", "tp2,sp"]
+    assert scaling_command.setting_names("", known) == list(known)
     with pytest.raises(UserError, match="dp3"):
-        scaling_command._names("dp3", known)
+        scaling_command.setting_names("dp3", known)
 
 
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

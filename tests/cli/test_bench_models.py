@@ -278,8 +278,8 @@ def test_compile_row_is_measured() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_rows_hold_less_where_less_is_kept_and_keep_every_bit(family: str) -> None:
     size = ModelSize(hidden=64, layers=4, batch=4, seq_len=64)
-    timing = CpuClock(), TimingPlan(2, 2, 0.0), lambda what: None
-    rows, reports = memory.run_case(FAMILIES[family], size, torch.float32, CPU, *timing)
+    model, timing = (FAMILIES[family], size, torch.float32, CPU), TimingPlan(2, 2, 0.0)
+    rows, reports = memory.run_case(*model, timing, lambda what: None)
     by_name = {row.policy: row for row in rows}
     assert all(row.same_bits for row in rows)
     plain = by_name["plain"]

@@ -18,9 +18,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fusedops._core import backends, extension
-from fusedops.cli import calibrate
+from fusedops.cli import doctor_report
+from fusedops.cli.doctor_report import check_op
 from fusedops.cli.main import app
-from fusedops.cli.selftest import check_op
 from fusedops.runtime.timer import CpuClock, Timing
 from fusedops.specs import Spec, all_specs
 
@@ -173,12 +173,11 @@ def test_a_misspelt_backend_is_one_line_and_keeps_the_doctor_from_nothing(
 def test_calibrate_shows_rates_ratios_and_backends(
     specs: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "PRODUCTS", ((64, 32, 48), (4, 32, 48)))
-    monkeypatch.setattr(calibrate, "OPS", ("gelu",))
+    monkeypatch.setattr(doctor_report, "PRODUCTS", ((64, 32, 48), (4, 32, 48)))
+    monkeypatch.setattr(doctor_report, "OPS", ("gelu",))
     gelu = specs["gelu"]
     small = replace(gelu.bench_cases[0], label="4x8", make=lambda *on: gelu.samples(*on)[0])
     specs["gelu"] = replace(gelu, bench_cases=(small,))
-    monkeypatch.setattr(calibrate, "all_specs", lambda: specs)
     done = doctor("--calibrate")
     assert done.exit_code == 0, done.output
     lines = [line.split("\u2502") for line in done.stdout.splitlines() if "\u2502" in line]
@@ -196,8 +195,8 @@ def test_calibrate_shows_rates_ratios_and_backends(
 def test_rates_are_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"eager": [2e-3] * 3, "fusedops": [1e-3] * 3}
     timing = Timing(seconds, {name: [False] * 3 for name in seconds}, least=1)
-    monkeypatch.setattr(calibrate, "measure", lambda *_: timing)
-    rate = calibrate.product_rate((16, 32, 64), torch.float32, CPU, CpuClock())
+    monkeypatch.setattr(doctor_report, "measure", lambda *_: timing)
+    rate = doctor_report.product_rate((16, 32, 64), torch.float32, CPU, CpuClock())
     assert rate.ratio == 2.0 and rate.trusted
     assert rate.gflops == pytest.approx((2 * 16 * 32 * 64 / 1e6, 2 * 16 * 32 * 64 / 2e6))
 
@@ -206,6 +205,6 @@ def test_what_a_dtype_cannot_run_has_its_reason(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not implemented for 'Half'")
 
-    monkeypatch.setattr(calibrate, "linear_act", refuse)
-    rate = calibrate.product_rate((16, 32, 64), torch.float16, CPU, CpuClock())
+    monkeypatch.setattr(doctor_report, "linear_act", refuse)
+    rate = doctor_report.product_rate((16, 32, 64), torch.float16, CPU, CpuClock())
     assert rate.ratio is None and rate.problem == "not implemented for 'Half'"

@@ -174,14 +174,23 @@ for line in json.loads(sys.argv[1]):
 loaded = sorted({"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules))
 print(json.dumps([codes, loaded]))
 """
-PLANS = ("memory", "time", "image", "models")
+PLAN_NAMES = ("memory", "time", "image", "models")
 COMMANDS = ("doctor", "plan", "train", "profile", "report", "generate", "demo", "bench")
-BENCHES = ("run", "models", "memory", "arena", "communication", "device", "scaling", "generate")
+BENCH_NAMES = (
+    "run",
+    "models",
+    "memory",
+    "arena",
+    "communication",
+    "device",
+    "scaling",
+    "generate",
+)
 HELP = [
     "--help",
     *(f"{name} --help" for name in COMMANDS),
-    *(f"plan {name} --help" for name in PLANS),
-    *(f"bench {name} --help" for name in (*BENCHES, "compare")),
+    *(f"plan {name} --help" for name in PLAN_NAMES),
+    *(f"bench {name} --help" for name in (*BENCH_NAMES, "compare")),
 ]
 USAGE = [
     "nope",
@@ -276,7 +285,7 @@ LINE = re.compile(r"(?<![\w.])fusedops ((?:\\\n|[^`\n\"'|;&#)])*)")
 def test_options_in_texts_exist() -> None:
     import typer
 
-    from fusedops.cli.default_group import DefaultGroup
+    from fusedops.cli.bench.options import DefaultGroup
     from fusedops.cli.main import app
 
     root = Path(__file__).resolve().parents[2]

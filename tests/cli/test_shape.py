@@ -15,8 +15,7 @@ import fusedops
 from fusedops._core import dtypes
 from fusedops.bench.contenders import ContenderCall, peers_of
 from fusedops.bench.layers import LAYERS, MOE_LAYER
-from fusedops.cli.bench.ops import _specs
-from fusedops.cli.bench.shape import case_of, example
+from fusedops.cli.bench.rows import case_of, example, specs_of
 from fusedops.specs import all_specs
 from fusedops.terminal.files import UserError
 
@@ -79,12 +78,12 @@ CPU = torch.device("cpu")
 
 
 def test_group_names_ops_and_layers() -> None:
-    names = [spec.name for spec in _specs(["moe"])]
+    names = [spec.name for spec in specs_of(["moe"])]
     assert {"moe_route", "moe_permute", "moe_unpermute", "grouped_mm", "moe_mlp"} < set(names)
     assert names[-1] == "moe_layer"
     assert set(names[:-1]) < set(all_specs())
-    assert [spec.name for spec in _specs(["gelu", "moe_layer", "gelu"])] == ["gelu", "moe_layer"]
-    assert not set(LAYERS) & {spec.name for spec in _specs([])}
+    assert [spec.name for spec in specs_of(["gelu", "moe_layer", "gelu"])] == ["gelu", "moe_layer"]
+    assert not set(LAYERS) & {spec.name for spec in specs_of([])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

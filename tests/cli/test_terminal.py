@@ -56,7 +56,7 @@ def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) ->
     few: dict[str, Any] = {"recompute": ("none",), "offload": ((),)}
     found = plan(model, 16, 80 << 30, Layout.of(microbatches=8), **few)
     out = terminal(width)
-    plan_command._show_memory("mixtral", model, 16, found, 2, out)
+    plan_command.show_memory("mixtral", model, 16, found, 2, out)
     text = printed(out)
     assert "…" not in text
     lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]

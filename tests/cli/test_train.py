@@ -13,8 +13,7 @@ import pytest
 import torch
 from bench_records import invoke
 
-from fusedops.cli import train_memory
-from fusedops.cli.train import _assignments as assignments_of_plan
+from fusedops.cli import train_run
 from fusedops.launch.config_table import override
 from fusedops.models import ParallelConfig, Transformer, load_huggingface, preset, save_huggingface
 from fusedops.train import load_config, loop
@@ -114,7 +113,7 @@ def test_more_memory_than_the_machine_has_is_refused_before_the_first_step(file:
 def test_an_estimate_above_the_memory_is_a_warning(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(train_run, "available_bytes", lambda: 1000)
     done = train(file)
     assert done.exit_code == 0, done.output
     assert "and 1000 B is available, which may not be enough" in done.output
@@ -186,7 +185,7 @@ def test_a_plan_that_was_edited_wrongly_is_one_line(
 def test_a_plan_sets_the_batch_and_the_parallel_sizes(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"layouts": [{"fits": False}, {"layout": LAYOUT}]}))
-    assert set(assignments_of_plan(path)) == {
+    assert set(train_run.assignments(path)) == {
         "batch=4",
         "parallel.dp=2",
         "parallel.microbatches=2",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
 from fusedops.cli.main import app
-from fusedops.cli.plan.image_models import image_model
+from fusedops.cli.plan.images import image_model
 from fusedops.parallel import spatial
 from fusedops.parallel.comm import collectives
 from fusedops.planner import load_device, spatial_plan

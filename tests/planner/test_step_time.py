@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusedops.bench.tables import csv_text, load_rows
-from fusedops.cli.bench.communication import _fit
+from fusedops.cli.bench.communication_rows import fit
 from fusedops.launch.config_table import InputError
 from fusedops.planner import StepShape, known_devices, load_device, step_time
 from fusedops.planner.communication import (
@@ -71,6 +71,9 @@ def test_time_is_the_sum_of_its_parts_and_grows_with_the_work() -> None:
     assert step_time(shape(microbatches=4, recompute="full"), device).seconds > one.seconds
     parts = step_time(shape(microbatches=4, recompute="selective"), device).parts
     assert 0 < parts["recomputation"] < one.parts["attention"]
+    for offload in ("optimizer", "activations"):
+        other = shape(microbatches=4, offload=(offload,), saved_bytes=1e9)
+        assert step_time(other, device).seconds >= one.seconds
 
 
 def test_each_mode_has_its_communication_alone() -> None:
@@ -309,7 +312,7 @@ def test_the_command_predicts_the_rows_of_another_file(
     odd, even, out = (tmp_path / name for name in ("odd.csv", "even.csv", "out.csv"))
     odd.write_text(csv_text(rows[1::2], rows[0]))
     even.write_text(csv_text(rows[::2], rows[0]))
-    _fit(odd, even, out)
+    fit(odd, even, out)
     predicted = load_rows(out)
     assert [row["bytes"] for row in predicted] == [str(row["bytes"]) for row in rows[::2]]
     for row in predicted:
@@ -317,7 +320,7 @@ def test_the_command_predicts_the_rows_of_another_file(
     assert "20 measured rows: median error" in capsys.readouterr().out
 
     even.write_text("gpu,op,bytes\nC,sum,4\n")
-    _fit(odd, even, out)
+    fit(odd, even, out)
     assert "no row that was fitted has these gpu, op" in out.read_text()
 
 
@@ -325,4 +328,4 @@ def test_the_command_refuses_a_row_without_a_time(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("op,bytes,time_us\nall_reduce,4,soon\n")
     with pytest.raises(UserError, match="time_us = 'soon'"):
-        _fit(path, None, None)
+        fit(path, None, None)

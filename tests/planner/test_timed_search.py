@@ -14,8 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.cli import train as train_command
 from fusedops.cli.main import app
+from fusedops.cli.train import write_example
+from fusedops.cli.train_run import assignments
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.models.parallelization.config import check_split, check_stages
 from fusedops.planner import (
@@ -271,8 +272,6 @@ def test_the_picture_has_a_bar_for_each_row_and_the_pipeline(
 
 
 def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fusedops.cli.train import write_example
-
     config, file = tmp_path / "train.toml", tmp_path / "plan.json"
     write_example(config)
     run(capsys, f"--rows 30 --json {file}")
@@ -280,7 +279,7 @@ def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(record["layouts"]) == 30
     for row in record["layouts"]:
         file.write_text(json.dumps({"layouts": [row]}))
-        loaded = load_config(str(config), train_command._assignments(file))
+        loaded = load_config(str(config), assignments(file))
         layout = Layout.of(**row["layout"])
         assert loaded.batch == 64
         parallel = ParallelConfig(**loaded.parallel)

@@ -1,4 +1,1 @@
-"""The commands of ``fusedops bench``; ``fusedops.bench`` measures, ``options`` is shared.
-
-Their functions import what they use: ``--help`` must not wait longer than the package itself does.
-"""
+"""``fusedops bench``: ``commands`` has its command lines, ``options`` what they share."""

@@ -1,4 +1,4 @@
-"""What the commands of ``fusedops bench`` share: options, and the values that they stand for."""
+"""What commands share: options, the values that they stand for, groups with a default command."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+class DefaultGroup(typer.core.TyperGroup):
+    """A group whose first subcommand may be left out: ``bench gelu`` is ``bench run gelu``."""
+
+    @property
+    def default(self) -> str:
+        """The name of that subcommand."""
+        return next(iter(self.commands))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default subcommand before arguments that do not begin with one."""
+        if not args or args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
 def finite(seconds: float) -> float:
     """Return a number of seconds; raise for NaN, which is neither below nor above a limit."""
     if math.isnan(seconds):
@@ -34,7 +49,6 @@ def seconds_per(what: str, most: float = 600) -> Any:
     return Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
 
 
-# Options that several commands have.
 Dtypes = Annotated[str, Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
 Device = Annotated[str, Option(help="cpu or cuda.")]
 Threads = Annotated[int, Option(min=0, help="CPU threads; 0: one per physical core.")]
@@ -59,11 +73,7 @@ def conditions(
     *,
     quick: bool = False,
 ) -> Conditions:
-    """Return what the options of a command mean.
-
-    Raises:
-        UserError: a word is not known, or there is no such device.
-    """
+    """Return what the options of a command mean."""
     from fusedops.bench.runner import ALLOCATORS, Conditions
 
     names = words(dtype, DTYPES, "dtype")

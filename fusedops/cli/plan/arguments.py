@@ -58,7 +58,7 @@ class SearchOptions:
         str, Option(help="Comma-separated: none, optimizer, optimizer+activations.")
     ] = "none,optimizer,optimizer+activations"
     chunked_loss: Annotated[bool, Option("--chunked-loss", help="Logits in chunks.")] = False
-    expert_imbalance: Annotated[float, Option(min=1, help="Rows of the busiest by the mean.")] = 1.0
+    expert_imbalance: Annotated[float, Option(min=1, help="Busiest expert rank by the mean.")] = 1.0
     json_file: JsonFile = ""
 
     def sizes(self) -> TransformerConfig:

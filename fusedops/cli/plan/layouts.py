@@ -1,76 +1,48 @@
-"""``fusedops plan`` and ``fusedops plan time``: layouts that fit, and the fastest of them.
-
-The estimates are those of ``fusedops.planner``; here are the command lines, tables and JSON.
-"""
+"""Tables, JSON and picture of ``fusedops plan`` and ``plan time``, of ``fusedops.planner``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-from typer import Option
+from rich.console import Console
 
-from fusedops.cli import output
-from fusedops.cli.plan import arguments
-from fusedops.cli.plan.picture import KINDS, picture
-from fusedops.terminal import files
+from fusedops.cli.plan.arguments import SearchOptions
+from fusedops.models import TransformerConfig
+from fusedops.models.config import describe as sizes_of
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.timeline import timeline
+from fusedops.planner import Device, Layout, LayoutRanking, TimedLayout, TimedRanking, fastest
+from fusedops.planner.search import CRITERION, PlannedLayout, describe
+from fusedops.planner.step_time import utilization
+from fusedops.terminal import files, svg
 from fusedops.terminal.console import number_columns, show_table
 from fusedops.terminal.progress import activity
 from fusedops.terminal.sizes import show_bytes, show_count
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fusedops.models import TransformerConfig
-    from fusedops.planner import Device, Layout, LayoutRanking, TimedLayout, TimedRanking
-    from fusedops.planner.search import PlannedLayout
 
 # Columns of a terminal that shows every part of the memory.
 _WIDE = 160
 # Numbers of devices of a scaling curve, as factors.
 _SCALES = (0.25, 0.5, 1, 2, 4)
+# Parts of a step by what they are, in the order of the tables and of the bars.
+_KINDS = {
+    "compute": ("products", "attention", "elementwise", "head"),
+    "recomputation": ("recomputation",),
+    "idle device": ("layers", "host", "step"),
+    "exposed communication": ("tensor", "context", "experts", "pipeline", "data", "offload"),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+}
+# From the colour-blind safe palette of Okabe and Ito, in an order of its own.
+_COLOURS = ("#0072B2", "#56B4E9", "#999999", "#D55E00", "#F0E442", "#009E73", "#CC79A7")
+_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _TOP = 1000, 380, 80, 16, 22, 40
 
 
-@arguments.takes_search_options
-def memory(
-    given: arguments.SearchOptions,
-    micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch on a rank.")] = 1,
-    microbatches: Annotated[int, Option(min=1, help="Micro-batches of a step on a rank.")] = 8,
-    cp: Annotated[int, Option(min=1, help="Context-parallel ranks.")] = 1,
-    rows: Annotated[int, Option(min=1, help="Rows that fit, and half as many others.")] = 12,
-) -> None:
-    """Print which layouts of a model fit on the devices, and the memory of each part.
-
-    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
-    them, are in docs/estimates.md.
-    """
-    with files.one_line_errors():
-        output.check_outputs(given.json_file)
-        sizes, choices = given.sizes(), given.choices()
-        base = given.base(micro_batch=micro_batch, microbatches=microbatches, cp=cp)
-        default = "" if given.device else "80GiB"
-        capacity = arguments.device_memory(given.device, given.memory or default)
-        from fusedops.planner import plan as search
-
-        searching = f"searching layouts of {given.devices} devices"
-        with activity(searching), files.user_errors(ValueError, TypeError):
-            virtual = given.virtual or None
-            result = search(sizes, given.devices, capacity, base, virtual=virtual, **choices)
-        show = partial(_show_memory, given.model, sizes, given.devices, result, rows)
-        record = _memory_record(given.model, sizes, given.devices, result)
-        output.deliver(record, given.json_file, show)
-    if not result.fitting:
-        raise typer.Exit(1)
-
-
-def _show_memory(
+def show_memory(
     name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Console
 ) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
-    from fusedops.planner.search import CRITERION
-
     fits, first = plan.fitting, plan.rows[0].layout
     training = first.training
     out.print(
@@ -129,14 +101,13 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _memory_record(
+def memory_record(
     name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
 ) -> dict[str, Any]:
-    from fusedops.models.config import describe
-
+    """Return the rows of ``fusedops plan`` as JSON has them; bytes are whole numbers."""
     return {
         "model": name,
-        "sizes": describe(model),
+        "sizes": sizes_of(model),
         "parameters": model.parameters().total,
         "devices": devices,
         "memory": plan.memory,
@@ -163,7 +134,7 @@ def _memory_record(
 class PlanRequest:
     """What is planned."""
 
-    options: arguments.SearchOptions
+    options: SearchOptions
     model: TransformerConfig
     device: Device
     global_batch: int
@@ -173,63 +144,13 @@ class PlanRequest:
 
     def plan(self, devices: int, batch: int, keep: int) -> TimedRanking:
         """Return the ``keep`` fastest layouts of so many devices, and sequences of a step."""
-        from fusedops.planner import fastest
-
         limits: dict[str, Any] = {"memory": self.memory, "base": self.base, "keep": keep}
         searching = f"searching layouts of {devices} devices"
         with activity(searching), files.user_errors(ValueError, TypeError):
             return fastest(self.model, devices, self.device, batch, **limits, **self.choices)
 
 
-@arguments.takes_search_options
-def step_time(
-    given: arguments.SearchOptions,
-    global_batch: Annotated[int, Option(min=0, help="Sequences of a step; 0: 8 a device.")] = 0,
-    micro_batch: Annotated[int, Option(min=0, help="Sequences of a micro-batch; 0: any.")] = 0,
-    cp: Annotated[int, Option(min=0, help="Context-parallel ranks; 0: any.")] = 0,
-    rows: Annotated[int, Option(min=1, help="Rows to show.")] = 12,
-    explain: Annotated[bool, Option("--explain", help="Explain the first row.")] = False,
-    diff: Annotated[str, Option(help="Compare two rows of the table, as 1,2.")] = "",
-    tokens: Annotated[float, Option(min=0, help="Tokens of a training, for its days.")] = 0.0,
-    scaling: Annotated[bool, Option("--scaling", help="Also plan fewer and more devices.")] = False,
-    svg_file: Annotated[str, Option("--svg", help="Draw time and memory of the rows.")] = "",
-) -> None:
-    """Print the fastest layouts that fit on a known device, and where their time goes.
-
-    The command exits with 1 if nothing fits. The formulas, and how far measured steps are from
-    them, are in docs/estimates.md and docs/planning.md.
-    """
-    with files.one_line_errors():
-        output.check_outputs(given.json_file, svg_file)
-        device = arguments.known_device(given.device)
-        sizes, choices = given.sizes(), given.choices()
-        for name, size in (("cp", cp), ("micro_batch", micro_batch), ("virtual", given.virtual)):
-            choices[name] = (size,) if size else ()
-        choices = {name: values for name, values in choices.items() if values}
-        memory = arguments.device_memory(given.device, given.memory)
-        batch = global_batch or 8 * given.devices
-        request = PlanRequest(given, sizes, device, batch, memory, given.base(), choices)
-        plan = request.plan(given.devices, batch, rows)
-
-        def show(out: Console) -> None:
-            _show(request, plan, out)
-            if plan.rows and explain:
-                _explain(plan, out)
-            if plan.rows and diff:
-                _diff(plan, diff, out)
-            if plan.rows and tokens:
-                _budget(plan.rows[0], given.devices, tokens, out)
-            if scaling:
-                _scaling(request, out)
-
-        named = [_named(row) for row in plan.rows]
-        drawn = output.text_file(svg_file if named else "", lambda: picture(plan, named))
-        output.deliver(_record(request, plan), given.json_file, show, drawn)
-    if not plan.rows:
-        raise typer.Exit(1)
-
-
-def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
+def show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
     """Print the model, the table and what was looked at."""
     given = request.options
     out.print(
@@ -249,8 +170,6 @@ def _show(request: PlanRequest, plan: TimedRanking, out: Console) -> None:
 
 
 def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
-    from fusedops.planner.step_time import utilization
-
     config = row.layout.parallel
     stages = f" x{config.virtual}" if config.virtual > 1 else ""
     return [
@@ -266,7 +185,7 @@ def _cells(row: TimedLayout, device: Device, devices: int) -> list[Any]:
     ]
 
 
-def _diff(plan: TimedRanking, text: str, out: Console) -> None:
+def diff(plan: TimedRanking, text: str, out: Console) -> None:
     """Print two rows of a plan and their differences; ``text`` has their numbers: ``1,2``."""
     rows = {str(number): row for number, row in enumerate(plan.rows, 1)}
     words = [word.strip() for word in text.split(",")]
@@ -276,7 +195,7 @@ def _diff(plan: TimedRanking, text: str, out: Console) -> None:
         )
     first, second = (rows[word] for word in words)
     for word in words:
-        out.print(f"{word}: {_named(rows[word])}")
+        out.print(f"{word}: {named(rows[word])}")
     quantities = (
         ("time, ms", first.time.parts, second.time.parts, 1e3),
         ("GiB", first.estimate.parts, second.estimate.parts, 2**-30),
@@ -292,10 +211,8 @@ def _diff(plan: TimedRanking, text: str, out: Console) -> None:
         show_table(out, (title, *number_columns(*words, "difference")), cells)
 
 
-def _named(row: TimedLayout) -> str:
+def named(row: TimedLayout) -> str:
     """Return a layout in a line, with its micro-batches."""
-    from fusedops.planner.search import describe
-
     config = row.layout.parallel
     sequences = f"{row.layout.training.micro_batch} x {config.microbatches}"
     stages = f", {config.virtual} stages per rank" if config.virtual > 1 else ""
@@ -316,8 +233,6 @@ def _tokens(row: TimedLayout) -> float:
 
 def _summary(plan: TimedRanking) -> str:
     """Return how many layouts were looked at and dropped, and why."""
-    from fusedops.planner.search import describe
-
     text = f"{plan.choices} choices of sizes, schedule and micro-batch; {plan.examined} examined"
     if plan.choices > plan.examined:
         text += ", no other is faster than the last row even without recomputation"
@@ -333,12 +248,12 @@ def _summary(plan: TimedRanking) -> str:
     return "\n".join([*lines, *(f"{count} cannot run: {why}" for why, count in reasons[:5])])
 
 
-def _explain(plan: TimedRanking, out: Console) -> None:
+def explain(plan: TimedRanking, out: Console) -> None:
     """Print where the time and the bytes of the first row go."""
     row = plan.rows[0]
-    out.print(f"1: {_named(row)}")
+    out.print(f"1: {named(row)}")
     times = []
-    for kind, names in KINDS.items():
+    for kind, names in _KINDS.items():
         parts = {name: row.time.parts[name] for name in names if row.time.parts[name] > 0}
         seconds = sum(parts.values())
         detail = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in parts.items())
@@ -358,7 +273,7 @@ def _explain(plan: TimedRanking, out: Console) -> None:
     show_table(out, ("bytes at the peak", *number_columns("GiB", "share")), sizes)
 
 
-def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None:
+def budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None:
     """Print how long a training of so many tokens takes."""
     seconds = tokens / _tokens(row) * row.seconds
     days, hours = seconds / 86400, seconds / 3600 * devices
@@ -368,7 +283,7 @@ def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None
     )
 
 
-def _scaling(request: PlanRequest, out: Console) -> None:
+def scaling(request: PlanRequest, out: Console) -> None:
     """Print the fastest layout on fewer and on more devices.
 
     Strong scaling keeps the global batch, weak scaling the sequences of a device.
@@ -390,7 +305,7 @@ def _scaling(request: PlanRequest, out: Console) -> None:
             first = first or rate / count
             share = f"{100 * rate / count / first:.0f} %"
             figures = f"{rows[0].seconds:.3f}", f"{rate:,.0f}", share
-            cells.append((count, batch, *figures, _named(rows[0])))
+            cells.append((count, batch, *figures, named(rows[0])))
         show_table(out, columns, cells, title=title)
 
 
@@ -402,13 +317,11 @@ def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
     return options
 
 
-def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
-    from fusedops.models.config import describe
-    from fusedops.planner.step_time import utilization
-
+def record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
+    """Return the rows of ``fusedops plan time`` as JSON has them."""
     return {
         "model": request.options.model,
-        "sizes": describe(request.model),
+        "sizes": sizes_of(request.model),
         "devices": request.options.devices,
         "device": plan.device.name,
         "memory": plan.memory,
@@ -431,3 +344,77 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
             for row in plan.rows
         ],
     }
+
+
+def picture(plan: TimedRanking, lines: Sequence[str]) -> str:
+    """Return the SVG of at least one row: time and memory, part by part, and the first pipeline.
+
+    ``lines`` has one for each row.
+    """
+    rows = plan.rows
+    times = [
+        {kind: sum(row.time.parts[name] for name in names) for kind, names in _KINDS.items()}
+        for row in rows
+    ]
+    sizes = [
+        {name: size / 2**30 for name, size in row.estimate.parts.items() if size} for row in rows
+    ]
+    height, panels = 0, []
+    for title, values, unit, limit in (
+        ("seconds of a step", times, "s", None),
+        ("memory of the fullest device", sizes, "GiB", plan.memory / 2**30),
+    ):
+        bars = "\n".join(_bars(title, lines, values, unit, limit))
+        panels.append(svg.element("g", bars, transform=f"translate(0 {height})"))
+        height += _TOP + _STEP * len(rows) + 24
+    pipeline = _pipeline(rows[0])
+    if pipeline:
+        panels.append(svg.element("g", pipeline, transform=f"translate(0 {height})"))
+        height += 52 + 30 * rows[0].layout.parallel.pp
+    return svg.document(_WIDTH, height, "layouts by time and memory", panels, heading=False)
+
+
+def _bars(
+    title: str,
+    lines: Sequence[str],
+    values: Sequence[Mapping[str, float]],
+    unit: str,
+    limit: float | None,
+) -> Iterator[str]:
+    """Yield a bar for each row, of one segment for each part."""
+    names = list(dict.fromkeys(name for parts in values for name, part in parts.items() if part))
+    longest = max(limit or 0.0, *(sum(parts.values()) for parts in values))
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+    yield svg.text(8, 16, title, font_size=14)
+    x = _LEFT
+    for name, colour in zip(names, _COLOURS, strict=False):
+        yield from svg.legend(x, 22, name, colour)
+        x += 24 + round(6.2 * len(name))
+    for index, (label, parts) in enumerate(zip(lines, values, strict=True)):
+        y = _TOP + _STEP * index
+        short = label if len(label) < 64 else f"{label[:62]}.."
+        yield svg.text(8, y + 12, f"{index + 1}: {short}", font_size=11)
+        at = float(_LEFT)
+        for name, colour in zip(names, _COLOURS, strict=False):
+            width = parts.get(name, 0.0) * scale
+            if width:
+                tip = svg.element("title", svg.quoted(f"{name} {parts[name]:.3g} {unit}"))
+                yield svg.element("rect", tip, x=at, y=y, width=width, height=_BAR, fill=colour)
+            at += width
+        yield svg.text(at + 5, y + 12, f"{sum(parts.values()):.3g} {unit}")
+    if limit is not None:
+        x = round(_LEFT + limit * scale)
+        bottom = _TOP + _STEP * len(values)
+        yield svg.element("line", x1=x, y1=_TOP - 4, x2=x, y2=bottom, stroke="#222")
+
+
+def _pipeline(row: TimedLayout) -> str:
+    """Return the timeline of a layout's pipeline as SVG; empty without one."""
+    config = row.layout.parallel
+    if config.pp == 1:
+        return ""
+    # More micro-batches repeat the same steady state.
+    shown = min(config.microbatches, 4 * config.pp)
+    shown -= shown % config.pp if config.microbatches % config.pp == 0 else 0
+    line = timeline(table(config.pipeline_schedule, config.pp, shown, config.virtual))
+    return line.svg().replace("<svg ", f'<svg width="{_WIDTH}" height="{52 + 30 * config.pp}" ', 1)

@@ -1,4 +1,4 @@
-"""The command lines of ``fusedops bench memory`` and ``fusedops bench arena``."""
+"""What ``fusedops bench memory`` and ``fusedops bench arena`` measure and show."""
 
 from __future__ import annotations
 
@@ -10,75 +10,55 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-from typer import Argument, Option
+from rich.console import Console
 
+from fusedops.bench import machine
+from fusedops.bench import memory as bench
+from fusedops.bench.memory import ArenaStepRow, MemoryRow
+from fusedops.bench.model_zoo import FAMILIES, ModelSize
+from fusedops.bench.results import dtype_name
+from fusedops.bench.runner import Conditions
+from fusedops.bench.svg import rectangles
+from fusedops.bench.tables import load_rows
 from fusedops.cli import output
 from fusedops.cli.bench import options
-from fusedops.terminal import files
+from fusedops.memory.arena import place
+from fusedops.memory.measurement.report import MemoryReport
+from fusedops.runtime.timer import TimingPlan
+from fusedops.terminal import files, memory_plot
 from fusedops.terminal.console import DISTURBED, number_columns, show_table
 from fusedops.terminal.progress import sigterm_interrupts, steps
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-    from fusedops.bench.memory import ArenaStepRow, MemoryRow
-    from fusedops.bench.model_zoo import ModelSize
-    from fusedops.bench.runner import Conditions
-    from fusedops.memory.measurement.report import MemoryReport
-
-
-def memory(
-    family: Annotated[str, Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
-    dtype: options.Dtypes = "float32",
-    device: options.Device = "cpu",
-    hidden: options.SmallHidden = 512,
-    layers: Annotated[int, Option(min=2, help="Number of layers.")] = 4,
-    tokens: options.Tokens = "4x256",
-    seconds: Annotated[float, options.seconds_per("model and dtype")] = 20.0,
-    threads: options.Threads = 0,
-    allocator: options.Allocator = "tuned",
-    json_file: options.JsonRows = None,
-    svg_file: Annotated[
-        Path | None, Option("--svg", help="Draw plain and recomputed steps of the first row.")
-    ] = None,
-) -> None:
-    """Measure a step of training under memory policies: bytes, and time against the plain step.
-
-    All variants are copies of one patched model, and are interleaved. A policy that changes a bit
-    of the loss or of a gradient is named, and the command exits with 1: docs/memory.md.
-    """
-    with output.checked(json_file, svg_file):
-        conditions = options.conditions(dtype, device, seconds, threads, allocator)
-        size = options.model_size(hidden, layers, tokens)
-        from fusedops.bench import machine
-        from fusedops.bench.memory import run_case
-        from fusedops.bench.model_zoo import FAMILIES
-        from fusedops.bench.results import dtype_name
-        from fusedops.runtime.timer import TimingPlan, clock_for
-
-        chosen = [FAMILIES[name] for name in options.words(family, FAMILIES, "family")]
-        cases = list(itertools.product(chosen, conditions.set_up()))
-        where = conditions.device
-        clock, plan = clock_for(where), TimingPlan(seconds=seconds)
-        rows: list[MemoryRow] = []
-        reports: dict[str, MemoryReport] = {}
-        with steps(len(cases)) as progress, sigterm_interrupts():
-            for of, weights in cases:
-                report = progress.reporter(f"{of.name} {dtype_name(weights)}")
-                measured, drawn = run_case(of, size, weights, where, clock, plan, report)
-                rows += measured
-                reports = reports or drawn
-                progress.advance()
-        settings = {"allocator": allocator, "seconds": seconds, "device": where.type}
-        record = {"settings": settings, "rows": [asdict(row) for row in rows]}
-        record = machine.provenance(where) | record
-        picture = output.text_file(svg_file, partial(_picture_of_steps, reports))
-        output.deliver(record, json_file, partial(_show_policies, rows, record), picture)
-    if not all(row.same_bits for row in rows):
-        raise typer.Exit(1)
+def measure_policies(
+    family: str,
+    size: ModelSize,
+    conditions: Conditions,
+    json_file: Path | None,
+    svg_file: Path | None,
+) -> list[MemoryRow]:
+    """Measure families under memory policies, show the rows and write the files."""
+    chosen = [FAMILIES[name] for name in options.words(family, FAMILIES, "family")]
+    cases = list(itertools.product(chosen, conditions.set_up()))
+    where, seconds = conditions.device, conditions.seconds
+    plan = TimingPlan(seconds=seconds)
+    rows: list[MemoryRow] = []
+    reports: dict[str, MemoryReport] = {}
+    with steps(len(cases)) as progress, sigterm_interrupts():
+        for of, weights in cases:
+            report = progress.reporter(f"{of.name} {dtype_name(weights)}")
+            measured, drawn = bench.run_case(of, size, weights, where, plan, report)
+            rows += measured
+            reports = reports or drawn
+            progress.advance()
+    settings = {"allocator": conditions.allocator, "seconds": seconds, "device": where.type}
+    record = {"settings": settings, "rows": [asdict(row) for row in rows]}
+    record = machine.provenance(where) | record
+    picture = output.text_file(svg_file, partial(_picture_of_steps, reports))
+    output.deliver(record, json_file, partial(_show_policies, rows, record), picture)
+    return rows
 
 
 def _show_policies(rows: list[MemoryRow], record: dict[str, Any], out: Console) -> None:
@@ -113,8 +93,6 @@ def _policy_cells(row: MemoryRow) -> list[str]:
 
 
 def _picture_of_steps(reports: dict[str, MemoryReport]) -> str:
-    from fusedops.terminal import memory_plot
-
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
     title = f"{first.model}: bytes of one step, without and with recomputation"
@@ -131,62 +109,15 @@ class _Result:
     boxes: Sequence[tuple[int, int, int, int]]  # of it: begin, end, first and last offset
     same_bits: bool = True
 
-
-def arena(
-    sources: Annotated[
-        list[Path] | None, Argument(metavar="FILES...", help="CSV files: id,lower,upper,size.")
-    ] = None,
-    capacity: Annotated[int | None, Option(min=0, help="Bytes that are few enough.")] = None,
-    alignment: Annotated[int, Option(min=1, help="Of every offset.")] = 1,
-    seconds: Annotated[float, options.seconds_per("file, or process of --step", most=3600)] = 1.0,
-    step: Annotated[bool, Option("--step", help="Time a step with and without an arena.")] = False,
-    family: Annotated[str, Option(help="Of the model of --step.")] = "gpt2",
-    dtype: Annotated[str, Option(help="Of its weights.")] = "bfloat16",
-    hidden: options.Hidden = 512,
-    layers: options.Layers = 4,
-    tokens: options.Tokens = "4x256",
-    threads: options.Threads = 0,
-    processes: Annotated[int, Option(min=1, help="Fresh processes of --step.")] = 5,
-    patched: Annotated[bool, Option("--patched", help="Fuse the model of --step.")] = False,
-    json_file: Annotated[Path | None, Option("--json", help="Write rows and offsets.")] = None,
-    svg_file: Annotated[Path | None, Option("--svg", help="Draw the first file's buffers.")] = None,
-) -> None:
-    """Place buffers of known lifetimes in one block, and compare its size with the lower bound.
-
-    A file has a line for each buffer, which lives from lower up to, but not including, upper.
-    With --step no file is read: a training step is timed with and without an arena, interleaved,
-    with the system's allocator, in fresh processes. docs/memory.md.
-    """
-    with files.one_line_errors():
-        output.check_outputs(json_file, svg_file)
-        if step == bool(sources):
-            raise files.UserError("fusedops bench arena needs either FILES or --step")
-        if step:
-            size = options.model_size(hidden, layers, tokens)
-            conditions = options.conditions(dtype, "cpu", seconds, threads, "system")
-            result = _steps(family, size, conditions, processes, patched=patched)
-        else:
-            result = _placements(sources or [], capacity, alignment, seconds)
-
-        def picture() -> str:
-            from fusedops.bench.svg import rectangles
-
-            return rectangles(result.title, result.boxes)
-
-        drawn = output.text_file(svg_file, picture)
-        output.deliver(result.record, json_file, result.show, drawn)
-    if not result.same_bits:
-        raise typer.Exit(1)
+    def picture(self) -> str:
+        """Return the SVG of the buffers."""
+        return rectangles(self.title, self.boxes)
 
 
-def _steps(
+def steps_of(
     family: str, size: ModelSize, conditions: Conditions, processes: int, *, patched: bool
 ) -> _Result:
     """Time a step with and without an arena."""
-    from fusedops.bench import machine
-    from fusedops.bench import memory as bench
-    from fusedops.bench.model_zoo import FAMILIES
-
     options.words(family, FAMILIES, "family")
     dtype, *others = conditions.set_up()
     if others:
@@ -224,12 +155,10 @@ def _step_cells(row: ArenaStepRow) -> list[str]:
     return [*times, f"{share:.4f}", "same" if row.same_bits else "OTHER"]
 
 
-def _placements(
+def placements(
     sources: Sequence[Path], capacity: int | None, alignment: int, seconds: float
 ) -> _Result:
     """Place the buffers of each file."""
-    from fusedops.memory.arena import place
-
     records: list[dict[str, Any]] = []
     boxes: list[tuple[int, int, int, int]] = []
     with steps(len(sources)) as progress, sigterm_interrupts():
@@ -262,9 +191,6 @@ def _placements(
 
 
 def _read(source: Path) -> list[list[int]]:
-    """Return the columns of a file."""
-    from fusedops.bench.tables import load_rows
-
     columns: dict[str, list[int]] = {name: [] for name in ("lower", "upper", "size")}
     for number, row in enumerate(load_rows(source), 2):
         for name, column in columns.items():

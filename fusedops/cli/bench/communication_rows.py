@@ -1,99 +1,37 @@
-"""The command line of ``fusedops bench communication``: measured collectives, and fitted curves."""
+"""What ``fusedops bench communication`` shows of collectives, and curves that are fitted."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from rich.console import Console
 
+from fusedops.bench import machine, svg
+from fusedops.bench.communication import SLOW, CommunicationRow, LinkRow
+from fusedops.bench.tables import csv_text, load_rows
 from fusedops.cli import output
-from fusedops.cli.bench import options
-from fusedops.cli.errors import start_processes
+from fusedops.launch.processes import Ranks
+from fusedops.planner.communication import CommunicationModel
 from fusedops.terminal import files
 from fusedops.terminal.console import console, number_columns, show_table
-from fusedops.terminal.progress import activity, steps
-from fusedops.terminal.sizes import parse_bytes, show_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fusedops.bench.communication import CommunicationRow, LinkRow
-    from fusedops.launch.processes import Ranks
-    from fusedops.planner.communication import CommunicationModel
+from fusedops.terminal.sizes import show_bytes
 
 # Columns of a table of collectives that are measured; all others say what was.
 _MEASURED = ("bytes", "time_us", "algbw_gbs", "busbw_gbs")
 _PREDICTED = ("predicted_us", "why")
 
 
-def communication(
-    ranks: Annotated[int, Option(min=2, help="Processes on this machine.")] = 2,
-    collectives: Annotated[str, Option(help="Comma-separated names; default: all.")] = "",
-    backends: Annotated[str, Option(help="gloo, shared_memory, nccl; default: all.")] = "",
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    least: Annotated[str, Option(help="Smallest size.")] = "1KiB",
-    most: Annotated[str, Option(help="Largest size.")] = "64MiB",
-    seconds: Annotated[float, options.seconds_per("row", most=60)] = 0.25,
-    links: Annotated[bool, Option("--links", help="Also measure pairs of ranks.")] = False,
-    json_file: Annotated[
-        Path | None, Option("--json", help="Write rows and curves, which the planner reads.")
-    ] = None,
-    svg_file: Annotated[Path | None, Option("--svg", help="Draw bus bandwidths.")] = None,
-    fit: Annotated[Path | None, Option(help="Fit times of a CSV file instead.")] = None,
-    predict: Annotated[Path | None, Option(help="With --fit: a CSV file of sizes.")] = None,
-    out: Annotated[Path | None, Option(help="With --predict: the file to write.")] = None,
-) -> None:
-    """Measure every collective of the stack by size, and fit latency and bandwidth.
-
-    Sizes and bandwidths follow the conventions of nccl-tests. On several machines, start it on each
-    with torchrun. docs/communication.md.
-    """
-    with output.checked(json_file, svg_file, out):
-        if fit is not None:
-            _fit(fit, predict, out)
-            return
-        if predict is not None or out is not None:
-            raise files.UserError("--predict and --out need --fit FILE.csv")
-        from fusedops.bench import communication as bench
-        from fusedops.launch.processes import initialize_distributed
-
-        names = list(bench.COLLECTIVES)
-        if collectives:
-            names = options.words(collectives, bench.COLLECTIVES, "collectives")
-        chosen = options.words(backends, bench.BACKENDS, "backends") if backends else []
-        with files.user_errors(ValueError):
-            bytes_of = bench.sizes(parse_bytes(least), parse_bytes(most))
-        if not bytes_of:
-            raise files.UserError(
-                f"no power of two lies from --least {least} to --most {most}: make --most larger"
-            )
-        start_processes(ranks)
-        with files.user_errors(RuntimeError), initialize_distributed(device) as here:
-            first, chosen = here.rank == 0, chosen or bench.usual_backends(here)
-            with steps(len(chosen) * len(names)) if first else nullcontext() as progress:
-                report = progress.done if progress else lambda text: None
-                rows = bench.measure(here, chosen, names, bytes_of, seconds, report)
-            with activity("links of every pair of ranks", visible=first):
-                pairs = bench.links(here, chosen[0], bytes_of[-1]) if links else []
-            if first:
-                _deliver(rows, pairs, here, json_file, svg_file)
-
-
-def _deliver(
+def deliver(
     rows: list[CommunicationRow],
     links: list[LinkRow],
     ranks: Ranks,
     json_file: Path | None,
     svg_file: Path | None,
 ) -> None:
-    from fusedops.bench import machine, svg
-    from fusedops.planner.communication import CommunicationModel
-
+    """Show the rows and write the files."""
     samples = [
         ((row.collective, row.backend, str(row.ranks)), row.bytes, row.avg_us * 1e-6)
         for row in rows
@@ -152,8 +90,6 @@ def _show_rows(pairs: list[tuple[CommunicationRow, float]], out: Console) -> Non
 
 
 def _show_links(links: list[LinkRow], out: Console) -> None:
-    from fusedops.bench.communication import SLOW
-
     slow = [link for link in links if link.slow]
     fastest, slowest = links[-1].bandwidth / 1e9, links[0].bandwidth / 1e9
     out.print(
@@ -168,11 +104,8 @@ def _show_links(links: list[LinkRow], out: Console) -> None:
         )
 
 
-def _fit(path: Path, predict: Path | None, out: Path | None) -> None:
+def fit(path: Path, predict: Path | None, out: Path | None) -> None:
     """Fit the rows of a CSV file and predict those of another."""
-    from fusedops.bench.tables import load_rows
-    from fusedops.planner.communication import CommunicationModel
-
     if (predict is None) != (out is None):
         raise files.UserError("--predict FILE.csv and --out FILE.csv belong together")
     rows = load_rows(path)
@@ -193,8 +126,6 @@ def _fit(path: Path, predict: Path | None, out: Path | None) -> None:
 def _predict(
     model: CommunicationModel, columns: Sequence[str], rows: list[dict[str, str]], out: Path
 ) -> None:
-    from fusedops.bench.tables import csv_text
-
     errors, predictions = [], []
     for row in rows:
         cells = dict.fromkeys(_PREDICTED, "")
