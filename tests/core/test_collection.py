@@ -71,3 +71,16 @@ def test_everything_is_collected_without_any_other_package(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     count = re.search(r"(\d+)(?:/\d+)? tests collected", done.stdout)
     assert count is not None and int(count[1]) > 1000, done.stdout[-500:]
+
+
+def test_files_of_tests_that_make_and_workflows_name_exist() -> None:
+    texts = [(ROOT / "Makefile").read_text()]
+    texts += [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    text = "\n".join(texts).replace("\\\n", " ")
+    named = set(re.findall(r"tests/[\w/]+\.py", text))
+    for prefix, suffix, words in re.findall(
+        r"\$\(addprefix (tests/\w+/test_),(?:\$\(addsuffix (\.py),)?([\w. ]+)\)", text
+    ):
+        named |= {f"{prefix}{word}{suffix}" for word in words.split()}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
