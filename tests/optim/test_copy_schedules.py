@@ -61,7 +61,6 @@ def test_no_schedule_changes_a_bit(seed: int) -> None:
     assert_same_bits(train(scheduled(ScheduledEngine(seed)), **options), train(masters, **options))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("seed", SEEDS)
 def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int) -> None:
     engine = ScheduledEngine(seed, failures=0.05)

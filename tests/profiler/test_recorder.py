@@ -1,7 +1,4 @@
-"""A recorder separates what a rank does from what it waits for, also on real processes.
-
-The file of a run's times: what was written is read, whatever happened to the file.
-"""
+"""A recorder separates what a rank does from what it waits for, and its file is read again."""
 
 from __future__ import annotations
 
