@@ -224,10 +224,7 @@ class Workers:
             steps=job.steps,
             stochastic=any(slot.draw is not None for slot in gradients),
         )
-        job.sums = self._wait(number)
-
-    def _wait(self, number: int) -> list[float]:
-        return self._queue.wait(number)
+        job.sums = self._queue.wait(number)
 
     def _fetch(
         self, gradients: dict[Slot, GradientSnapshot], staging: torch.Tensor

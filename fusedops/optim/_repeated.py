@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import backends, extension
+from fusedops._core import backends
 from fusedops.ops.adamw import RepeatedBatch
 from fusedops.ops.square_sums import RepeatedSums
 from fusedops.optim import _shards, _step_queue
@@ -66,7 +66,7 @@ class RepeatedStep:
             rearranged = collected.write_back or collected.copies_gradients
             if rearranged or not RepeatedBatch.serves(collected.tensors):
                 return None
-        if extension.cpu_library() is not None:
+        if _step_queue.missing() is not None:
             return None
         if optimizer.policy.needs_norm:
             if len({grad.device for grad in grads}) > 1:

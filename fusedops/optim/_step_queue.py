@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,14 +89,10 @@ def new_queue(threads: int) -> Any:
 def identities(objects: list[Any], dictionaries: dict[Any, Any]) -> int:
     """Return a number that another object changes: in the list, or in one of the dictionaries.
 
-    An object that took the place of one that no longer exists may have the same number.
+    An object that took the place of one that no longer exists may have the same number. ``missing``
+    must not name a reason.
     """
-    loaded = host_module.load()
-    if isinstance(loaded, str):
-        values = list(dictionaries.values())
-        inner = chain.from_iterable(value.values() for value in values if isinstance(value, dict))
-        return hash(tuple(map(id, chain(objects, values, inner))))
-    return int(loaded.identities(objects, dictionaries))
+    return int(host_module.load().identities(objects, dictionaries))
 
 
 def _word(tensor: torch.Tensor) -> str:

@@ -42,14 +42,6 @@ class ProgressCallback(Protocol):
         ...
 
 
-def beginning(run: Run) -> list[str]:
-    """Return lines that say what is trained, where, and from which step on."""
-    count = sum(parameter.numel() for parameter in run.parallel.model.parameters())
-    tokens = run.train.count * run.train.seq_len
-    first = f"{count:,} parameters, {tokens:,} tokens, {run.ranks.description}: {run.config.out}"
-    return [first, run.precision, *run.notes]
-
-
 def figures(record: Mapping[str, Any]) -> str:
     """Return the figures of a step in a line."""
     text = (
@@ -64,23 +56,21 @@ def figures(record: Mapping[str, Any]) -> str:
     return text
 
 
-def is_shown(record: Mapping[str, Any], every: int, steps: int) -> bool:
-    """Whether a step is one of those that get a line."""
-    step = record["step"]
-    return step % every == 0 or step == steps or "validation_loss" in record
-
-
 class ProgressLines:
     """The callback of ``train`` without another one: lines on stderr, as ``log.every`` says."""
 
     def begin(self, run: Run) -> None:
-        """Print what is trained."""
+        """Print what is trained, where, and from which step on."""
         self._every, self._steps = run.config.log.every, run.config.steps
-        for line in beginning(run):
+        count = sum(parameter.numel() for parameter in run.parallel.model.parameters())
+        size = f"{count:,} parameters, {run.train.count * run.train.seq_len:,} tokens"
+        first = f"{size}, {run.ranks.description}: {run.config.out}"
+        for line in (first, run.precision, *run.notes):
             print(line, file=sys.stderr, flush=True)
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Print the figures of a step."""
-        if is_shown(record, self._every, self._steps):
-            text = f"step {record['step']}/{self._steps}  {figures(record)}"
+        """Print the figures of a step that gets a line."""
+        step = record["step"]
+        if step % self._every == 0 or step == self._steps or "validation_loss" in record:
+            text = f"step {step}/{self._steps}  {figures(record)}"
             print(text, file=sys.stderr, flush=True)

@@ -47,10 +47,6 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name if name == "loss" else f"_orig_mod.{name}"], wanted)
 
 
-def _without_dropout() -> nn.Module:
-    return gpt2(layers=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-
-
 @pytest.mark.parametrize(
     ("rules", "attentions"),
     [
@@ -67,7 +63,8 @@ def _without_dropout() -> nn.Module:
 def test_compiled_layers_recompute_what_the_policy_says(rules: list[Any], attentions: int) -> None:
     model, loss = encoder(layers=2, dropout=0.0), encoder_loss
     if rules[0].modules == ("transformer.h.*",):
-        model, loss = _without_dropout(), language_loss
+        model = gpt2(layers=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        loss = language_loss
     expected = results(model, loss)
     memory.apply(model, memory.Policy(*rules))
     graphs = Graphs()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +21,13 @@ from small_models import (
 from torch import nn
 
 from fusedops import memory
+from fusedops.memory import StepMemory
 from fusedops.memory.apply import policy_state_of
 from fusedops.memory.layers import lists_of
 from fusedops.models import Transformer, preset
 from fusedops.optim import AdamW
+from fusedops.train import train
+from tests.train.train_runs import Watching, config
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -31,10 +37,13 @@ def _batch() -> dict[str, torch.Tensor]:
 
 def test_a_report_counts_what_is_there() -> None:
     model = gpt2()
+    gradients = results(model, language_loss)
     state = torch.get_rng_state()
     optimizer = torch.optim.AdamW(model.parameters())
     found = memory.report(model, _batch(), optimizer=optimizer)
     assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter.grad, gradients[name])
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert found.gradients == weights
     assert found.states == 2 * weights
@@ -66,14 +75,6 @@ def test_a_report_of_a_recomputed_model_has_no_activations_of_its_layers() -> No
     for layer in range(3):
         assert found.layers.get(f"transformer.h.{layer}", {}).get("activation", 0) <= 2 * 65536
     assert policy_state_of(model) is not None
-
-
-def test_gradients_of_before_a_report_stay() -> None:
-    model = gpt2(layers=2)
-    expected = results(model, language_loss)
-    memory.report(model, _batch())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and torch.equal(parameter.grad, expected[name])
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
@@ -298,6 +299,8 @@ def test_losses_are_found_or_asked_for() -> None:
         (lambda: memory.report(3, 4), TypeError, "model must be"),
         (lambda: memory.report(nn.Linear(1, 1), 4, loss=3), TypeError, "loss must be"),
         (lambda: memory.report(nn.Linear(1, 1), 4, optimizer=3), TypeError, "optimizer must be"),
+        (lambda: StepMemory("model"), TypeError, "StepMemory: model must be"),
+        (lambda: StepMemory(nn.Linear(2, 2), optimizer=3), TypeError, "optimizer must be"),
         (lambda: memory.fit(nn.Linear(1, 1), 4, 0), ValueError, "budget must be at least 1"),
         (lambda: memory.fit(nn.Linear(1, 1), 4, "1G"), TypeError, "budget must be an int"),
         (lambda: memory.fit(nn.Linear(1, 1), 4, 9), ValueError, "model has no layers"),
@@ -306,3 +309,87 @@ def test_losses_are_found_or_asked_for() -> None:
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+ROWS, WIDTH = 32, 64
+
+
+def linear_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh()) * 3)
+
+
+def loss_of_part(model: nn.Module, part: int) -> torch.Tensor:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(part))
+    result: torch.Tensor = model(x).square().mean()
+    return result
+
+
+def recorded(model: nn.Module, step: Callable[[], None]) -> memory.MemoryReport:
+    """Return the report of a step that was made once before."""
+    watched = StepMemory(model, AdamW(model.parameters()))
+    with watched.prepare():
+        step()
+    model.zero_grad(set_to_none=True)
+    with watched.record():
+        step()
+    assert watched.report is not None
+    return watched.report
+
+
+def micro_batches(model: nn.Module, parts: int, *, together: bool) -> memory.MemoryReport:
+    """Return the report of a step whose micro-batches run one after another, or as in GPipe."""
+
+    def step() -> None:
+        if together:
+            torch.autograd.backward([loss_of_part(model, part) for part in range(parts)])
+            return
+        for part in range(parts):
+            loss_of_part(model, part).backward()
+
+    return recorded(model, step)
+
+
+def test_a_step_of_a_loop_holds_what_the_report_says() -> None:
+    model = gpt2()
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    expected = memory.report(model, inputs, optimizer=AdamW(model.parameters()))
+    found = recorded(model, lambda: model(**inputs).loss.backward())
+    for name in ("named", "layers", "weights", "states", "gradients", "phase"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+def test_micro_batches_that_are_alive_together_hold_as_many_activations() -> None:
+    one, four = (micro_batches(linear_layers(), parts, together=True) for parts in (1, 4))
+    # The outputs of tanh, which its backward and the next linear layer share, and the mean.
+    assert one.activations >= 3 * ROWS * WIDTH * 4
+    assert four.activations == pytest.approx(4 * one.activations, rel=0.02)
+
+
+def test_micro_batches_one_after_another_hold_those_of_one() -> None:
+    model = linear_layers()
+    one, four = (micro_batches(model, parts, together=False) for parts in (1, 4))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert one.gradients == four.gradients == weights
+    # The gradients of the micro-batch before are there when the next backward begins.
+    assert four.activations == pytest.approx(one.activations + weights, rel=0.02)
+    assert sum(kinds.get("gradient", 0) for kinds in four.layers.values()) == weights
+    assert {name for name in four.layers if name} <= {str(number) for number in range(6)}
+
+
+def test_a_run_writes_its_step(tmp_path: Path) -> None:
+    runs = []
+    for name, log in (("without", {}), ("with", {"memory_step": 3})):
+        watching = Watching()
+        folder = tmp_path / name
+        folder.mkdir()
+        train(config(folder, steps=4, log={"peak_tflops": 1.0} | log), callback=watching)
+        runs.append([record["loss"] for record in watching.records])
+    assert runs[0] == runs[1]
+    run = tmp_path / "with" / "run"
+    record = json.loads((run / "profile" / "memory-0.json").read_text())
+    assert record["step"] == 3 and record["rank"] == 0
+    total = sum(sum(sizes.values()) for sizes in record["layers"].values())
+    assert total == pytest.approx(record["named"])
+    assert any(name.startswith("layers.") for name in record["layers"])
+    assert not list((tmp_path / "without" / "run").rglob("memory-*.json"))

@@ -145,22 +145,6 @@ def test_groups_and_their_order_do_not_show(state_dtype: torch.dtype | None) -> 
     assert_same_bits(run(grouped), whole)
 
 
-@pytest.mark.parametrize("cut", [1, 15, 16, 1000, 16384, 30001])
-def test_where_a_tensor_is_cut_does_not_show(cut: int) -> None:
-    shape = (40000,)
-    whole = run(AdamW, shapes=[shape])[0]
-    param = parameters(shapes=[shape])[0]
-    parts = [nn.Parameter(each.clone()) for each in param.detach().split([cut, 40000 - cut])]
-    optimizer = AdamW(parts)
-    for step in range(5):
-        set_gradients([param], step)
-        assert param.grad is not None
-        for part, grad in zip(parts, param.grad.split([cut, 40000 - cut]), strict=True):
-            part.grad = grad
-        optimizer.step()
-    assert_same_bits(torch.cat([part.detach() for part in parts]), whole)
-
-
 def test_any_strides_of_parameters_and_gradients() -> None:
     base, grads = torch.randn(6, 10), torch.randn(3, 6, 10)
     layouts: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -310,10 +294,12 @@ def test_a_step_that_is_not_finite_is_skipped_whole(value: float) -> None:
     assert optimizer.grad_norm is not None and not optimizer.grad_norm.isfinite()
 
 
+@backends
 @pytest.mark.parametrize("tensor_lr", [False, True])
-def test_schedulers_and_closures(tensor_lr: bool) -> None:
+@pytest.mark.parametrize("capturable", [False, True])
+def test_schedulers_and_closures(capturable: bool, tensor_lr: bool, backend: str) -> None:
     results = []
-    for make in (AdamW, STOCK):
+    for make in (functools.partial(AdamW, capturable=capturable), STOCK):
         params = parameters(torch.float64)
         lr = torch.tensor(0.1, dtype=torch.float64) if tensor_lr else 0.1
         optimizer = make(params, lr=lr)
@@ -325,7 +311,8 @@ def test_schedulers_and_closures(tensor_lr: bool) -> None:
                 set_gradients(params, step)
                 return float(step)
 
-            assert optimizer.step(closure) == step
+            with fusedops.use_backend(backend):
+                assert optimizer.step(closure) == step
             scheduler.step()
         results.append(values(params))
     assert_all_close(results[0], results[1], results[1], depth=5)

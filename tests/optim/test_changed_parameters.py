@@ -171,17 +171,6 @@ def test_a_checkpoint_is_resumed_in_either_order(kind: str, first: str) -> None:
     assert_same_bits(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_method_reads_the_parameters_at_once(kind: str) -> None:
-    model = TinyModel()
-    optimizer = KINDS[kind][0](model.parameters())
-    model.train(optimizer, 0)
-    CHANGES["through data"](model)
-    optimizer.reload_model_params()
-    for param in model.parameters():
-        assert_same_bits(optimizer.state[param]["master"].to(param.dtype), param.detach())
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_autograd_sees_a_step_between_forward_and_backward(kind: str, steps: int) -> None:

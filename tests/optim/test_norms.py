@@ -40,9 +40,7 @@ def test_one_element_that_is_not_finite_shows(
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_is_torchs(max_norm: float) -> None:
-    ours, theirs = parameters(), parameters()
-    for params in (ours, theirs):
-        set_gradients(params, 0)
+    ours, theirs = parameters_with_gradient(), parameters_with_gradient()
     norm = clip_grad_norm_(ours, max_norm)
     stock = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     truth = global_norm([param.grad.double() for param in parameters_with_gradient()])

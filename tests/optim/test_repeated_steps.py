@@ -423,25 +423,6 @@ def test_what_a_capture_cannot_have_is_refused(gpu: Gpu) -> None:
         OffloadedAdamW(params, capturable=True)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_learning_rate_in_a_tensor_is_that_number(dtype: torch.dtype, backend: str) -> None:
-    results = []
-    for lr in (torch.tensor(0.11, dtype=dtype), float(torch.tensor(0.11, dtype=dtype))):
-        params = parameters()
-        optimizer = AdamW(params, lr=lr, capturable=isinstance(lr, torch.Tensor))
-        with fusedops.use_backend(backend):
-            for step in range(3):
-                set_gradients(params, step)
-                optimizer.step()
-                if isinstance(lr, torch.Tensor):
-                    lr.mul_(0.5)
-                else:
-                    optimizer.param_groups[0]["lr"] *= 0.5
-        results.append(values(params))
-    assert_same_bits(results[0], results[1])
-
-
 def test_capturable_is_of_the_optimizer_and_not_of_a_checkpoint() -> None:
     params = parameters()
     optimizer, plain = AdamW(params, capturable=True), AdamW(params)

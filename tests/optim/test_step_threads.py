@@ -16,20 +16,7 @@ import torch
 from fusedops.optim import OffloadedAdamW, _step_queue
 
 pytestmark = pytest.mark.skipif(_step_queue.missing() is not None, reason="no step queue")
-NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "grad_factor": 1.0, "stochastic": False}
 SECONDS = 60.0  # until a call that waits for nobody hangs
-
-
-def job(size: int = 50_000) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return the description of a job of one tensor, and the tensors."""
-    state = {name: torch.zeros(size) for name in ("master", "exp_avg", "exp_avg_sq")}
-    grad, copy = torch.full((size,), 2.0), torch.zeros(size)
-    numbers: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "grad_factor": 1.0}
-    numbers |= {"bias_correction": True, "decays": (0.0,), "steps": (1.0,)}
-    described = _step_queue.describe(
-        state, state, grad, copy, _step_queue.Basis(**numbers), 0, None
-    )
-    return [described], {**state, "grad": grad, "copy": copy}
 
 
 def in_forked_process(child: Callable[[], object]) -> int:
@@ -80,24 +67,6 @@ def test_a_system_without_more_threads_is_an_error() -> None:
     assert "StepQueue: the system started" in done.stdout and "of 1000 threads" in done.stdout
 
 
-def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:
-    queue = _step_queue.new_queue(2)
-    described, _ = job()
-    number = queue.submit(described, **NUMBERS, steps=True)
-
-    def child() -> None:
-        says = f"exist only in process {os.getppid()}"
-        with pytest.raises(RuntimeError, match=says):
-            queue.wait(number)
-        with pytest.raises(RuntimeError, match=says):
-            queue.submit(described, **NUMBERS, steps=True)
-        queue.close()
-
-    assert in_forked_process(child) == 0
-    assert queue.wait(number) == [4.0 * 50_000]
-    queue.close()
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_forked_process_steps_its_own_copy(overlap: bool) -> None:
     weight, reference = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
@@ -127,11 +96,20 @@ def test_a_forked_process_steps_its_own_copy(overlap: bool) -> None:
     two_steps()
 
 
-def test_a_forked_process_closes_what_it_does_not_use() -> None:
+def test_a_forked_process_closes_what_it_cannot_use() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = OffloadedAdamW([weight], threads=2)
     (weight * 2).sum().backward()
-    assert in_forked_process(optimizer.close) == 0
+    assert optimizer._workers is not None
+    queue = optimizer._workers._queue
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match=f"exist only in process {os.getppid()}"):
+            queue.wait(0)
+        queue.close()
+        optimizer.close()
+
+    assert in_forked_process(child) == 0
 
 
 def test_workers_may_be_closed_by_one_of_their_own_threads() -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from fusedops.models import ParallelConfig
 from fusedops.parallel.comm import collectives
 from fusedops.profiler import Detector, Finding, ModuleTimer, RunShape, StepRecorder, read_timings
 from fusedops.profiler.timings import SECTIONS, column
 from fusedops.testing import cluster_step, stand_in_cuda
+from tests.profiler.test_module_timer import Slow, train
 from tests.testing.test_cluster_step import training_step
 
 RANKS = 4
@@ -167,28 +166,8 @@ def test_a_stream_that_copies_makes_the_step_wait_for_nothing() -> None:
 
 
 def test_modules_of_other_trainers_are_timed_by_their_stream(tmp_path: Path) -> None:
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8, device="cuda")
-
-        def forward(self, x: torch.Tensor) -> Any:
-            time.sleep(0.01)
-            return self.layer(x)
-
     def make() -> Callable[[], None]:
-        def train() -> None:
-            model, timer = Slow(), ModuleTimer(tmp_path, every=2)
-            timer.start(model)
-            for step in (1, 2, 3):
-                timer.begin_step()
-                for _ in range(2):
-                    model(torch.ones(2, 8, device="cuda")).sum().backward()
-                timer.begin_optimizer()
-                timer.end_step(step)
-            timer.stop()
-
-        return train
+        return lambda: train(ModuleTimer(tmp_path, every=2), Slow(device="cuda"), 3, microbatches=2)
 
     cluster_step(make, 1, warm_up=0)
     timings = read_timings(tmp_path)

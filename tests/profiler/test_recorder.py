@@ -1,18 +1,28 @@
-"""A recorder separates what a rank does from what it waits for, also on real processes."""
+"""A recorder separates what a rank does from what it waits for, and its file is read again."""
 
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fusedops.profiler import Detector, Finding, RunShape, StepRecorder
+from fusedops.launch.config_table import InputError
+from fusedops.profiler import (
+    Detector,
+    Finding,
+    RunShape,
+    StepRecorder,
+    TimingsWriter,
+    read_timings,
+)
 from fusedops.profiler.recorder import own_seconds
-from fusedops.profiler.timings import column
+from fusedops.profiler.timings import FIELDS, FOLDER, HEADER, STEPS, column
 
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1}
 
@@ -79,7 +89,6 @@ def test_a_section_that_does_not_exist_is_refused() -> None:
 FAULT_STEP = 16
 TWO = ONE | {"dp": 2}
 STAGES = ONE | {"pp": 2, "dp": 4}
-EXPERTS = ONE | {"dp": 8, "ep": 8}
 
 
 def job(
@@ -111,13 +120,10 @@ def job(
 
     def work(name: str, step: int) -> None:
         here = rank in late and step >= FAULT_STEP and name == section
-        slow = here and kind in ("rank", "stage", "data", "experts")
-        time.sleep(0.02 if slow else 0.01)
+        time.sleep(0.02 if here and kind == "rank" else 0.01)
         if here and kind == "pause" and step == FAULT_STEP:
             time.sleep(0.3)
         if name == "backward":
-            recorder.count(pairs=3e6 if here and kind == "data" else 1e6)
-            recorder.count(expert_rows=3e3 if here and kind == "experts" else 1e3)
             reduce(0.015 if kind == "link" and step >= FAULT_STEP else 0.0)
 
     with StepRecorder(
@@ -155,10 +161,7 @@ def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], sectio
         ("rank", (0,), "data", TWO),
         ("link", (0, 1), "dp", TWO),
         ("pause", (1,), "forward", TWO),
-        ("stage", (4, 5, 6, 7), "forward", STAGES),
         ("rank", (6,), "backward", STAGES),
-        ("data", (3,), "backward", EXPERTS),
-        ("experts", (5,), "backward", EXPERTS),
     ],
 )
 def test_on_processes_the_cause_is_named_not_the_one_that_waits(
@@ -173,3 +176,77 @@ def test_on_processes_the_cause_is_named_not_the_one_that_waits(
 def test_on_processes_nothing_is_found_in_a_healthy_job(on_processes: Any) -> None:
     found, _ = on_processes(job, 2, "none", (), "forward", TWO)
     assert not [finding for finding in found if finding.kind in ("link", "stage")]
+
+
+SHAPE = RunShape({"pp": 2, "dp": 2, "cp": 1, "tp": 1, "ep": 1})
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.arange(4 * len(FIELDS), dtype=torch.float32).view(4, -1) + 1000.0 * step
+
+
+def written(folder: Path, steps: list[int]) -> Path:
+    writer = TimingsWriter(folder, SHAPE)
+    for step in steps:
+        writer.write(step, rows(step))
+    writer.close()
+    return folder / FOLDER / STEPS
+
+
+def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written(tmp_path, [1, 2])
+    written(tmp_path, [3])  # of a process that resumes
+    timings = read_timings(tmp_path)
+    assert timings.shape == SHAPE and timings.steps == [1, 2, 3] and timings.notes == []
+    assert torch.equal(timings.values, torch.stack([rows(step) for step in (1, 2, 3)]))
+    assert torch.equal(timings.of("gc")[1], rows(2)[:, column("gc")])
+    assert read_timings(tmp_path / FOLDER).steps == [1, 2, 3]
+
+
+def test_a_repeated_step_counts_as_its_last_record(tmp_path: Path) -> None:
+    file = written(tmp_path, [1, 2, 3])
+    writer = TimingsWriter(tmp_path, SHAPE)
+    writer.write(2, rows(7))
+    writer.close()
+    timings = read_timings(tmp_path)
+    assert timings.steps == [1, 2, 3] and torch.equal(timings.values[1], rows(7))
+    assert "1 steps were repeated" in timings.notes[0] and file.exists()
+
+
+@pytest.mark.parametrize("lost", [1, 3, 100])
+def test_half_a_record_is_ignored_and_overwritten(tmp_path: Path, lost: int) -> None:
+    file = written(tmp_path, [1, 2])
+    data = file.read_bytes()
+    file.write_bytes(data[:-lost])
+    timings = read_timings(tmp_path)
+    assert timings.steps == [1] and "the last record is incomplete" in timings.notes[0]
+    written(tmp_path, [2])
+    assert file.read_bytes() == data
+
+
+def test_a_run_of_another_shape_keeps_the_former_records(tmp_path: Path) -> None:
+    written(tmp_path, [1])
+    other = RunShape({"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1})
+    TimingsWriter(tmp_path, other).close()
+    assert read_timings(tmp_path).shape == other and read_timings(tmp_path).steps == []
+    assert read_timings(tmp_path / f"{FOLDER}-1").steps == [1]
+
+
+def test_what_is_no_record_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="log.timings above 0"):
+        read_timings(tmp_path)
+    written(tmp_path, [1])
+    header = tmp_path / FOLDER / HEADER
+    text = header.read_text()
+    header.write_text(text[:50])
+    with pytest.raises(InputError, match="is damaged"):
+        read_timings(tmp_path)
+    header.write_text(json.dumps(json.loads(text) | {"version": 99}))
+    with pytest.raises(InputError, match="another version"):
+        read_timings(tmp_path)
+
+
+def test_groups_are_those_of_the_mesh() -> None:
+    assert SHAPE.groups("dp") == [[0, 1], [2, 3]] and SHAPE.groups("pp") == [[0, 2], [1, 3]]
+    assert SHAPE.groups("world") == [[0, 1, 2, 3]]
+    assert [SHAPE.stage_of(rank) for rank in range(4)] == [0, 0, 1, 1]

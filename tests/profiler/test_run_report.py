@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -176,26 +175,8 @@ def test_a_plan_that_is_none_is_one_line(
     assert f"{file} is no plan" in error_of("report", run, "--plan", file)
 
 
-class Tags(HTMLParser):
-    """Collects the attributes of elements, and the text of tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.cells: list[str] = []
-        self._in_cell = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._in_cell = tag in ("td", "a")
-
-    def handle_data(self, data: str) -> None:
-        if self._in_cell:
-            self.cells.append(data)
-
-
-def browse(file: Path, tab: str, width: int) -> tuple[Tags, str]:
-    """Return the page as a browser shows it, and what it wrote to its console."""
+def browse(file: Path, tab: str, width: int) -> tuple[str, str]:
+    """Return the elements of the page in a browser, and what it wrote to its console."""
     assert BROWSER is not None
     done = subprocess.run(
         [
@@ -207,10 +188,8 @@ def browse(file: Path, tab: str, width: int) -> tuple[Tags, str]:
         text=True,
         timeout=120,
     )
-    tags = Tags()
-    tags.feed(done.stdout)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return tags, "\n".join(console)
+    return done.stdout, "\n".join(console)
 
 
 @pytest.mark.slow
@@ -224,24 +203,17 @@ def test_every_tab_draws_in_a_browser(tmp_path: Path, width: int) -> None:
     assert file.stat().st_size <= 8e6
     plots = {"Overview": 4, "Timeline": 3, "Memory": 3, "Communication": 1, "Findings": 0}
     for tab, count in plots.items():
-        tags, console = browse(file, tab, width)
+        elements, console = browse(file, tab, width)
         assert console == "", (tab, console)
-        panels = {
-            attributes["id"]: attributes
-            for _, attributes in tags.elements
-            if attributes.get("role") == "tabpanel"
-        }
-        assert [name for name, panel in panels.items() if "hidden" not in panel] == [f"panel-{tab}"]
-        drawn = [a for _, a in tags.elements if "js-plotly-plot" in (a.get("class") or "")]
-        assert len(drawn) >= count, tab
-        body = next(attributes for tag, attributes in tags.elements if tag == "body")
-        assert int(body["data-milliseconds"] or 0) < 2000, (tab, body)
+        panels = re.findall('<[^>]* role="tabpanel"[^>]*>', elements)
+        (shown,) = [panel for panel in panels if " hidden" not in panel]
+        assert f'id="panel-{tab}"' in shown
+        assert len(re.findall('<[^>]* class="[^"]*js-plotly-plot', elements)) >= count, tab
         if tab == "Findings":
-            assert any("rank 5 is" in cell for cell in tags.cells)
-            links = [a.get("href") for tag, a in tags.elements if tag == "a"]
-            assert any((link or "").startswith("#Timeline/") for link in links)
+            assert re.search("<(td|a)[^>]*>[^<]*rank 5 is", elements)
+            assert re.search('<a[^>]* href="#Timeline/', elements)
         if tab == "Memory":
-            assert "8.00" in tags.cells  # MiB of the optimizer's states
+            assert re.search("<td[^>]*>8.00<", elements)  # MiB of the optimizer's states
         if tab == "Overview":
             line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-            assert f"{line['loss']:.6g}" in tags.cells
+            assert re.search(f"<td[^>]*>{line['loss']:.6g}<", elements)

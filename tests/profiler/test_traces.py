@@ -233,7 +233,7 @@ def test_long_lists_of_ranks_are_cut_by_the_profiler() -> None:
 
 
 def _profiled(rank: int, folder: str) -> None:
-    x, matrix = torch.zeros(1 << 16), torch.randn(256, 256)
+    x, matrix = torch.zeros(1 << 16), torch.randn(64, 64)
 
     def write(profiler: Any) -> None:
         profiler.export_chrome_trace(f"{folder}/rank{rank}.json")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import command_runs
 import psutil
 import pytest
 from command_runs import assert_same_end, wait_for_steps, write_config
-from run_ranks import start_process
-from torch import distributed as dist
+from run_ranks import on_fresh_ranks
 from train_runs import STEPS, config, digest, lines
 
 from fusedops.train import loop, train
@@ -99,56 +98,27 @@ def test_sigterm_before_the_first_step_ends_the_command(file: Path) -> None:
     assert done.returncode == 0 and f"done: {COMMAND_STEPS} steps" in done.stderr
 
 
-PATIENCE_SECONDS = 300.0
-# What a rank gets to notice that the other is dead; then it is killed, as torchrun's agent does.
-GRACE_SECONDS = 2.0
+def _killed(rank: int, folder: str, kill: tuple[int, float] | None) -> tuple[float, str]:
+    """Train with dropout, its states divided; one rank kills itself after so many seconds.
 
+    Returns how long it took, and a digest.
+    """
+    began, digests = time.monotonic(), []
+    plain = loop._loop
 
-def _on_rank(connection: Any, rank: int, store: str, folder: str) -> None:
-    """Train with dropout, its states divided; tell when it begins, and a digest at the end."""
-    import torch
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    connection.send("begins")
-    plain: Any = loop._loop
-
-    def kept(run: Run, *args: Any) -> Any:
+    def kept(run: Run, *args: Any) -> Any:  # also where no step is left
         result = plain(run, *args)
-        connection.send(digest(run))
+        digests.append(digest(run))
         return result
 
-    loop._loop = kept
+    if kill is not None and kill[0] == rank:
+        timer = threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
     changes = {"parallel": {"zero": 1}, "checkpoint": {"every": 2}}
-    train(config(Path(folder), **changes))
-
-
-def run(folder: Path, kill: tuple[int, float] | None = None) -> tuple[float, list[str]]:
-    """Train on two ranks, of which one is killed so many seconds after both have begun.
-
-    Returns how long it took, and what the ranks told at the end, if they came to it.
-    """
-    folder.mkdir(exist_ok=True)
-    (folder / "store").unlink(missing_ok=True)
-    started = []
-    for rank in range(2):
-        given = (rank, str(folder / "store"), str(folder))
-        started.append(start_process(_on_rank, *given))
-    for _, mine in started:
-        assert mine.recv() == "begins"
-    began, patience = time.monotonic(), PATIENCE_SECONDS
-    if kill is not None:
-        time.sleep(kill[1])
-        started[kill[0]][0].kill()
-        patience = GRACE_SECONDS
-    told = []
-    for process, mine in started:
-        with contextlib.suppress(EOFError):  # it has died
-            told += [mine.recv()] if mine.poll(patience) else []
-        lasted = time.monotonic() - began
-        process.kill()
-        process.join()
-    return lasted, told
+    with mock.patch.object(loop, "_loop", kept):
+        train(config(Path(folder), **changes))
+    return time.monotonic() - began, digests[0]
 
 
 @pytest.mark.parametrize("moments", [10, 50])
@@ -160,21 +130,24 @@ def test_a_rank_that_is_killed_at_any_moment(tmp_path: Path, moments: int) -> No
     """
     draw = random.Random(moments)
     whole = tmp_path / "whole"
-    lasts, wanted = run(whole)
-    assert len(wanted) == 2
+    whole.mkdir()
+    results = on_fresh_ranks(2, _killed, str(whole), None)
+    lasts, wanted = max(seconds for seconds, _ in results), [each for _, each in results]
     killed = 0
-    for number in itertools.count():
-        folder, told, moments_here = tmp_path / f"killed-{number}", [], []
-        while len(told) < 2:
+    while killed < moments:
+        folder, moments_here, is_done = tmp_path / f"killed-{killed}", [], False
+        folder.mkdir()
+        while not is_done:
             kill = (draw.randrange(2), draw.uniform(0.0, lasts)) if killed < moments else None
-            _, told = run(folder, kill)
-            if kill is not None and len(told) < 2:
+            # The other rank may wait for the one that is dead.
+            patience = 300.0 if kill is None else 2 * lasts + 5
+            results = on_fresh_ranks(2, _killed, str(folder), kill, patience=patience)
+            is_done = all(isinstance(result, tuple) for result in results)
+            if not is_done:
+                assert kill is not None, results
                 killed += 1
                 moments_here.append(kill)
-            else:
-                case = f"ranks killed after so many of {lasts:.2f} seconds: {moments_here}"
-                assert told == wanted, case
+        case = f"ranks killed after so many of {lasts:.2f} seconds: {moments_here}"
+        assert [each for _, each in results] == wanted, case
         losses, expected = ([line["loss"] for line in lines(each)] for each in (folder, whole))
         assert len(losses) == STEPS and losses == expected, case
-        if killed == moments:
-            return

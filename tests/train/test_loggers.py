@@ -24,14 +24,16 @@ SERVICES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", [*SERVICES, "safetensors"])
 def test_what_is_not_installed_is_told_before_the_first_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value, module = SERVICES[name]
+    value, module = SERVICES.get(name, (None, name))
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(InputError, match=f"log.{name} needs .*: pip install {name}"):
-        train(config(tmp_path, log={name: value}))
+    export = {"export": str(tmp_path / "weights")}
+    with pytest.raises(InputError, match=f"(log.{name}|export) needs .*: pip install {name}"):
+        train(config(tmp_path, **{"log": {name: value}} if value else export))
+    assert not (tmp_path / "run").exists()
 
 
 def _fail(*_: object, **__: object) -> None:

@@ -342,8 +342,7 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
         True
         >>> arena.remove()
     """
-    if not isinstance(model, nn.Module):
-        checks.fail_type("use_arena", "model", "a torch.nn.Module", model)
+    checks.module("use_arena", model)
     checks.finite("use_arena", "seconds", seconds, least=0.0)
     for other in list(_arenas):
         if other is model:
@@ -418,9 +417,6 @@ class _ForwardHook:
         arena = None if self._arena is None else self._arena()
         if arena is not None:
             arena._before_forward(module, (args, kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
-        return _ForwardHook()
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()

@@ -24,6 +24,7 @@ from fusedops.runtime.peak import peak_bytes
 from fusedops.terminal import memory_plot
 
 _MIB = 2**20
+_POINTS = 400  # of a recorded timeline, about: each is the largest of several changes
 # Kinds of tensors: the title of the column, and a line of the summary.
 _KINDS = {
     "activation": ("activations", "activations, kept for the backward"),
@@ -95,20 +96,14 @@ class MemoryReport:
             layers[tensor.layer][tensor.kind] += tensor.nbytes
         return {layer: dict(kinds) for layer, kinds in layers.items()}
 
-    def svg(self, title: str = "") -> str:
+    def svg(self) -> str:
         """Return the step as a picture: bytes over time, with the layers."""
-        return memory_plot.timeline(
-            title or f"{self.model}: memory of one step", {"": self.timeline}
-        )
+        return memory_plot.timeline(f"{self.model}: memory of one step", {"": self.timeline})
 
-    def record(self, points: int = 400) -> dict[str, Any]:
-        """Return the report for a JSON file.
-
-        Args:
-            points: of the timeline, about: each is the largest of several changes.
-        """
+    def record(self) -> dict[str, Any]:
+        """Return the report for a JSON file."""
         names = ("model", "weights", "gradients", "states", "dynamic", "named", "phase", "layer")
-        width = max(1, -(-len(self.timeline) // points))
+        width = max(1, -(-len(self.timeline) // _POINTS))
         parts = (self.timeline[i : i + width] for i in range(0, len(self.timeline), width))
         order = list(dict.fromkeys(layer for _, layer, _ in self.timeline))
         return {name: getattr(self, name) for name in names} | {
