@@ -201,12 +201,8 @@ def test_an_added_norm_and_its_dropout(module: nn.Module, stock: nn.Module, word
 @pytest.mark.parametrize(
     ("make", "mentions"),
     [
-        (lambda: fusedops.nn.LinearAct(2, 2, activation="gleu"), "LinearAct: activation"),
-        (lambda: fusedops.nn.GatedMLP(2, 2, activation="swish"), "GatedMLP: activation"),
-        (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
         (lambda: fusedops.nn.MLP(2, 2, recompute=True, keep_hidden=True), "MLP: keep_hidden"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
-        (lambda: fusedops.nn.AddRMSNorm(2, rounding="bf16"), "AddRMSNorm: rounding"),
     ],
 )
 def test_wrong_arguments_are_named(make: Make, mentions: str) -> None:
