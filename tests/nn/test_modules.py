@@ -274,12 +274,3 @@ def test_forwards_refuse_wrong_values(name: str) -> None:
         module.forward, (name, op or name), args, kwargs, nested=name not in OF_TORCH
     )
     assert not complaints, "\n".join(complaints)
-
-
-def test_the_counts_of_a_balancing_bias_come_of_a_plan() -> None:
-    balancing = fusedops.nn.BalancingBias(4)
-    for wrong in (None, "plan", IDS):
-        with pytest.raises(TypeError, match=r"BalancingBias.count: plan must be a RoutingPlan"):
-            balancing.count(wrong)
-    with pytest.raises(TypeError, match="update_balancing_bias: bias must be a torch.Tensor"):
-        balancing.step("bias")

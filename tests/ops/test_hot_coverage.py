@@ -131,10 +131,12 @@ def calls_of(call: hot_samples.HotCall, dtype: torch.dtype) -> list[Any]:
     """Return the calls of registered operators that a hot call makes."""
     # Launchers over lists look at tensors on the host.
     new = hot_samples.New if call.op in multi_tensor_specs() else Shapes
-    sample = hot_samples.made(call, new(torch.device("cpu"), dtype))
-    return fake_gpu.calls_of(
-        lambda: sample.run(lambda outputs: [each.new_empty(each.shape) for each in outputs]), "cpp"
-    )
+    sample = call.sample(new(torch.device("cpu"), dtype))
+
+    def incoming(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [each.new_empty(each.shape) for each in outputs]
+
+    return fake_gpu.calls_of(lambda: call.run(sample, incoming), "cpp")
 
 
 @functools.cache

@@ -142,14 +142,6 @@ def test_float8_codes_are_those_of_torch(backend: str) -> None:
     assert ((back - rows).abs() <= bound)[finite].all()
 
 
-def test_packed_rows_are_aligned() -> None:
-    for hidden in (1, 7, 33, 2048):
-        for dtype in (BF16, F32):
-            payload = fusedops.moe_pack(torch.ones(3, hidden, dtype=dtype), torch.ones(3, 2))
-            assert payload.stride(0) % 16 == 0
-            assert payload.stride(0) - hidden * dtype.itemsize < 16 + 2 * 8 + 8
-
-
 def experts(
     dtype: torch.dtype,
     tokens: int = 50,

@@ -464,6 +464,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: step(THREE, THREE + torch.inf), "tokens_per_expert must be .*, got inf for"),
     (lambda: step(THREE, COUNTS, rate=-1.0), "rate must be at least 0"),
     (lambda: Bias(3, -1.0), "rate must be at least 0"),
+    (lambda: Bias(3).count(None), "plan must be a RoutingPlan"),
+    (lambda: Bias(3).step("bias"), "bias must be a torch.Tensor"),
     (lambda: Bias(0), "num_experts must be at least 1, got 0"),
     (lambda: Bias(3).count(moe_route(THREE[None, :2], 1)), "plan must have 3 experts, got 2"),
     (lambda: fusedops.ops.routing_contexts(3), "policy must be a function, got int"),
