@@ -80,10 +80,6 @@ def cases(op: str, capability: int | None = None) -> list[Case]:
     return [c for c in known if capability in (None, *(c["capabilities"] or CAPABILITIES))]
 
 
-def title(case: Case) -> str:
-    return f"{case['kernel'].__name__.strip('_')} {case['label']}"
-
-
 def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     """Return what calls of registered operators launch on a GPU."""
     recorder = Recorder()
@@ -171,6 +167,7 @@ def test_every_configuration_of_the_report_is_launched(op: str, capability: int)
         if [] not in differences:
             of_it = [found for found in differences if found != ["kernel"]]
             near = min(of_it, key=len, default=["no launch of it"])
-            missing.append(f"{title(case)}: {'; '.join(near)}")
+            name = case["kernel"].__name__.strip("_")
+            missing.append(f"{name} {case['label']}: {'; '.join(near)}")
     total = len(cases(op, capability))
     assert not missing, f"{len(missing)} of {total} not launched:\n" + "\n".join(missing)
