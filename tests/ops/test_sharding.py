@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from comparing import assert_close
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedops
@@ -124,28 +124,6 @@ def test_columns_heads_and_batches_are_sharded(label: str) -> None:
     sample = Sample(label, args, OPTIONS.get(name, {}))
     on_ranks(
         lambda mesh, _: assert_as_one_process(all_specs()[name], sample, mesh, placements, expect)
-    )
-
-
-def assert_partial(name: str, placed: Sample, alone: Sample) -> None:
-    """Compare a call whose results are parts of a sum, as tensor parallel experts give them."""
-    op = all_specs()[name].op
-    with CommDebugMode() as communication:
-        output = op(*placed.args, **placed.kwargs)
-    assert output.placements == (Partial(),) and communication.get_total_counts() == 0
-    want = op(*alone.args, **alone.kwargs)
-    grads = torch.autograd.grad(output.full_tensor().square().sum(), placed.leaves)
-    wanted = torch.autograd.grad(want.square().sum(), alone.leaves)
-    pairs = zip((output, *grads), (want, *wanted), strict=True)
-    for i, (got, expected) in enumerate(pairs):
-        assert_close(got.full_tensor(), expected.double(), expected, f"result {i}", 999)
-
-
-def test_hidden_columns_of_experts_are_sharded_each_with_its_gate_and_factor() -> None:
-    sample = Sample("inner", EXPERTS, OPTIONS["moe_mlp"])
-    columns = {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)}
-    on_ranks(
-        lambda mesh, _: assert_partial("moe_mlp", distributed(sample, mesh, columns), fresh(sample))
     )
 
 
