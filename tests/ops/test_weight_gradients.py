@@ -115,12 +115,6 @@ def test_grouped_mm_sums_as_well(dtype: torch.dtype) -> None:
     assert not torch.equal(got[1], usual[1]) and not torch.equal(got[2], usual[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
-def test_wide_weights_are_left_to_autograd(dtype: torch.dtype) -> None:
-    layer = Experts(dtype)
-    assert_same_bits(layer.gradients(3), layer.gradients(3, on=False))
-
-
 def test_under_autocast_the_sum_is_handed_on_as_it_is() -> None:
     layer, halves = Experts(torch.float32), Experts(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
