@@ -129,12 +129,9 @@ def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **
     """Raise unless the arguments of a forward have the types that it takes, nested tensors too."""
     check_flags(module, **flags)
     for name, value in (tensors | masks).items():
-        if value is None and name in masks:
-            continue
-        if not isinstance(value, torch.Tensor):
-            kind = checks.type_name(value)
-            raise TypeError(f"{module}: {name} must be a torch.Tensor, got {kind}")
-        if not value.is_nested:
+        absent = value is None and name in masks
+        nested = isinstance(value, torch.Tensor) and value.is_nested
+        if not absent and not nested:
             known = checks.FLOATING if name in tensors else (torch.bool, *checks.FLOATING)
             checks.index_tensor(module, name, value, dtypes=known)
 

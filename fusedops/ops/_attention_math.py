@@ -282,6 +282,14 @@ def option_placements(word: Placement, alibi_slopes: Any) -> list[Placement]:
     return [word if per_sequence else of_heads, of_heads]
 
 
+def check_query(op: str, query: Any, **others: Any) -> None:
+    """Raise unless ``query`` is a floating tensor, and keys and values are like it."""
+    checks.tensor(op, "query", query)
+    same = dtypes.autocast_dtype(query.device) is None
+    for name, tensor in others.items():
+        checks.like(op, name, tensor, "query", query, dtype=same)
+
+
 def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: int) -> None:
     if key_heads == 0 or query_heads % key_heads:
         expected = f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides"

@@ -63,11 +63,6 @@ def promote(
     return input, residual if residual.dtype == dtype else residual.to(dtype)
 
 
-def is_promoted(residual: Any, input_dtype: Any) -> bool:
-    """Return whether the op's function has cast an argument of the operator."""
-    return isinstance(residual, torch.Tensor) and residual.dtype != input_dtype
-
-
 def draw_seed(
     op: str, input: torch.Tensor, p: float, training: bool, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, float]:

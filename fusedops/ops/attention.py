@@ -210,10 +210,7 @@ def _check(
     if _fits(query, key, value):
         return query, key, value
     op = "attention"
-    checks.tensor(op, "query", query)
-    same = dtypes.autocast_dtype(query.device) is None
-    for name, tensor in (("key", key), ("value", value)):
-        checks.like(op, name, tensor, "query", query, dtype=same)
+    formulas.check_query(op, query, key=key, value=value)
     given = (("query", query), ("key", key), ("value", value))
     for name, tensor in given:
         if tensor.dim() < 2:

@@ -105,10 +105,7 @@ def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> 
     if _fits(query, key_cache, value_cache, cache_seqlens):
         _check_lengths(cache_seqlens, key_cache.shape[2])
         return
-    checks.tensor(op, "query", query)
-    same = dtypes.autocast_dtype(query.device) is None
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        checks.like(op, name, tensor, "query", query, dtype=same)
+    formulas.check_query(op, query, key_cache=key_cache, value_cache=value_cache)
     tensors = (("query", query), ("key_cache", key_cache), ("value_cache", value_cache))
     for name, tensor in tensors:
         if tensor.dim() != 4:

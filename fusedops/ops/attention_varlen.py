@@ -124,10 +124,7 @@ def attention_varlen(
 
 def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
     op = "attention_varlen"
-    checks.tensor(op, "query", query)
-    same = dtypes.autocast_dtype(query.device) is None
-    for name, tensor in (("key", key), ("value", value)):
-        checks.like(op, name, tensor, "query", query, dtype=same)
+    formulas.check_query(op, query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             checks.fail(op, name, "of 3 dims, [tokens, heads, head size]", list(tensor.shape))

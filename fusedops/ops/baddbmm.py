@@ -13,7 +13,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
-from fusedops.ops.linear_act import check_parameter, empty_gradient, is_transposed
+from fusedops.ops.linear_act import empty_gradient, is_transposed
 
 
 def baddbmm(
@@ -85,7 +85,8 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
     dtype, device = batch1.dtype, batch1.device
     for name, value in (("batch2", batch2), ("input", input)):
         if not checks.alike(value, dtype, device):
-            check_parameter(op, name, value, batch1)
+            same = dtypes.autocast_dtype(device) is None
+            checks.like(op, name, value, "batch1", batch1, dtype=same)
     first, second = batch1.shape, batch2.shape
     if len(first) < 2 or len(second) < 2:
         name, got = ("batch1", first) if len(first) < 2 else ("batch2", second)

@@ -72,7 +72,10 @@ def moe_relayout(
     for name, layout in (("source", source), ("target", target)):
         checks.choice(op, name, layout, LAYOUTS)
     size = _check(input, plan, source, target, capacity)
-    index, inverse = _maps(plan, source, target, size)
+    # For each row of ``target`` its row of ``source``, and the inverse; -1 for none.
+    source_rows, source_places = _places(plan, source, size)
+    target_rows, target_places = _places(plan, target, size)
+    index, inverse = _follow(target_rows, source_places), _follow(source_rows, target_places)
     rows = _OP(input.flatten(0, 1) if source == "capacity" else input, index, inverse)
     if target == "capacity":
         rows = rows.view(plan.num_experts, size, input.shape[-1])
@@ -102,15 +105,6 @@ def _check(input: Any, plan: RoutingPlan, source: str, target: str, capacity: An
         sizes = f"[{expected[0]}, {expected[1]}, hidden] (num_experts, capacity)"
         checks.fail(op, "input", f"of shape {sizes}", list(input.shape))
     return int(capacity)
-
-
-def _maps(
-    plan: RoutingPlan, source: str, target: str, capacity: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each row of ``target`` its row of ``source``, and the inverse; -1 for none."""
-    source_rows, source_places = _places(plan, source, capacity)
-    target_rows, target_places = _places(plan, target, capacity)
-    return _follow(target_rows, source_places), _follow(source_rows, target_places)
 
 
 def _follow(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,11 @@ def moe_router_loss(
     ids = _check(logits, choices, *options)
     tokens, experts = logits.shape
     wide = dtypes.statistics_dtype(logits.dtype)
-    totals = _totals(tokens, num_sequences, mask, logits.device)
+    if mask is None:
+        length = tokens // num_sequences
+        totals = torch.full((num_sequences,), length, dtype=torch.int64, device=logits.device)
+    else:
+        totals = mask.view(num_sequences, -1).sum(1)
     weights = None
     ranks = 1
     if balance != 0.0:
@@ -113,14 +117,6 @@ def moe_router_loss(
         _, totals, ranks = _sum_over_ranks(totals[:0], totals, group)
     z_weight = float(z) * ranks / totals.sum().clamp_min(1).to(wide) if z != 0.0 else None
     return _OP(logits, weights, z_weight, mask, score)
-
-
-def _totals(
-    tokens: int, sequences: int, mask: torch.Tensor | None, device: torch.device
-) -> torch.Tensor:
-    if mask is None:
-        return torch.full((sequences,), tokens // sequences, dtype=torch.int64, device=device)
-    return mask.view(sequences, -1).sum(1)
 
 
 def _counts(

@@ -192,7 +192,17 @@ def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
 
 @in_first_tier(covering)
 def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
-    sample = sample_named(spec, sample_name, torch.float32)
+    _assert_operators_pass_opcheck(spec, sample_named(spec, sample_name, torch.float32))
+
+
+@by_spec
+@pytest.mark.parametrize("dtype", CPP[1:], ids=lambda dtype: str(dtype)[6:])
+def test_operators_of_other_dtypes_pass_opcheck(spec: Spec, dtype: torch.dtype) -> None:
+    """Where a fake that always says float32 is wrong."""
+    _assert_operators_pass_opcheck(spec, first(spec, dtype))
+
+
+def _assert_operators_pass_opcheck(spec: Spec, sample: Sample) -> None:
     with RecordOps() as recorded:
         run(spec.op, sample)
     assert recorded.calls
@@ -209,24 +219,6 @@ def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
             # of the public function: dynamic, forward and gradients, bit for bit.
             tests.append("test_autograd_registration")
         torch.library.opcheck(func, detached, test_utils=tests)
-
-
-@by_spec
-@pytest.mark.parametrize("dtype", CPP[1:], ids=lambda dtype: str(dtype)[6:])
-def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) -> None:
-    """opcheck above runs in float32, where a fake that always says float32 is right."""
-    with RecordOps() as recorded:
-        run(spec.op, first(spec, dtype))
-    for func, args in recorded.calls:
-        plain = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        results = tensors_in(func(*plain))
-        with FakeTensorMode() as mode:
-            fakes = tensors_in(
-                func(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in plain))
-            )
-        for i, (fake, result) in enumerate(zip(fakes, results, strict=True)):
-            says, has = fake.dtype, result.dtype
-            assert says == has, f"{func} output {i}: its fake says {says}, its kernel gives {has}"
 
 
 @by_spec
@@ -511,14 +503,10 @@ def test_torchs_own_samples(spec: Spec, name: str, dtype: torch.dtype) -> None:
             if call is None:
                 continue
             sample = Sample("opinfo", *call)
-            got = run(spec.op, fresh_keeping_strides(sample))
+            got = run(spec.op, sample.map(lambda t: t.detach().requires_grad_(t.requires_grad)))
             assert_within_budget(got, spec, sample)
             count += 1
     assert count > 0
-
-
-def fresh_keeping_strides(sample: Sample) -> Sample:
-    return sample.map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
 
 def test_a_wrong_element_is_named_with_its_place() -> None:

@@ -142,11 +142,6 @@ def test_philox_gives_random123s_known_answers(number: int) -> None:
         assert " ".join(f"{int(word):08x}" for word in drawn) == words
 
 
-def drop(shape: tuple[int, ...], p: float, seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return fusedops.bias_dropout_add(torch.ones(shape), None, torch.zeros(shape), p)
-
-
 def expected_mask(shape: tuple[int, ...], p: float, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
     return philox.keep_mask(shape, philox.new_seed(CPU), p)
@@ -190,7 +185,7 @@ def test_forward_and_backward_drop_by_the_mask_of_the_seed(
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_kept_elements_have_their_rate_and_are_independent(p: float) -> None:
     count = 1 << 20
-    first, second = ((drop((count,), p, seed) != 0).double() - (1 - p) for seed in (1, 2))
+    first, second = (expected_mask((count,), p, seed).double() - (1 - p) for seed in (1, 2))
     variance = p * (1 - p)
     assert abs(first.mean().item()) < 5 * (variance / count) ** 0.5
     for a, b in ((first[1:], first[:-1]), (first[4:], first[:-4]), (first, second)):

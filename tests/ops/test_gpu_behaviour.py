@@ -58,7 +58,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def sample_of(op: str) -> Sample:
-    return hot_samples.made(CALLS[op], NEW).sample
+    return CALLS[op].sample(NEW)
 
 
 def step(op: str, sample: Sample, given: Tensors) -> Tensors:
@@ -176,7 +176,7 @@ def test_compiled_without_a_graph_break(op: str) -> None:
     spec, sample = all_specs()[op], sample_of(op)
     torch._dynamo.reset()
     compiled = torch.compile(spec.op, fullgraph=True)
-    assert_within_budget(run(compiled, sample), spec, hot_samples.made(CALLS[op], NEW).plain())
+    assert_within_budget(run(compiled, sample), spec, fresh(sample_of(op)))
 
 
 # More than 2 ** 31 elements: rows of 8192, 64 more than fit 31 bits.

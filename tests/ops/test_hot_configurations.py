@@ -1,4 +1,4 @@
-"""The configurations that users run, against float64: on a GPU all, in the interpreter some.
+"""The configurations that users run, against float64: on a GPU, attention in the interpreter too.
 
 A hot sample launches the tiles that the static report has on record, with descriptors where these
 are used, three blocks deep in each direction (``tests/hot_samples``). The generic tests of an op
@@ -17,36 +17,23 @@ import torch
 from comparing import assert_within_budget
 
 import fusedops
+from fusedops.specs import all_specs
 
 pytest.importorskip("triton")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# In the interpreter, which takes a matrix kernel's tile a second: a few of each kind.
-REPRESENTATIVE = {
-    "attention": ("D64 of 4", "D128 of 4, by pointers", "D64 of 4, window, sinks"),
-    "attention_decode": ("4 rows of D128, 1040 keys",),
-    "cross_entropy": ("48x10240",),
-    "geglu": ("48x2560 none",),
-    "linear_act": ("272x272x528 along", "272x272x528 across"),
-    "moe_permute": ("208x2 rows of 2576",),
-    "rms_norm": ("816x1024",),
-    "rotary_embedding": ("2x32x48x128 of 128 half",),
-    "scaled_masked_softmax": ("2x3x48x256, keep",),
-}
-LONG = ("attention", "moe_permute", "rms_norm", "rotary_embedding")
 
 
 def assert_matches_float64(
     call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device
 ) -> None:
-    sample = hot_samples.made(call, hot_samples.New(device, dtype))
-    assert sample.spec is not None
+    sample = call.sample(hot_samples.New(device, dtype))
     fusedops.reset_counters()
     with fusedops.use_backend("triton"):
-        result = sample.run()
+        result = call.run(sample)
     used = {backend for _, backend in fusedops.counters()}
     assert used == {"triton"}, f"ran on {used}"
-    assert_within_budget(result, sample.spec, sample.plain())
+    assert_within_budget(result, all_specs()[call.op], call.plain(sample))
 
 
 @pytest.mark.gpu
@@ -81,12 +68,13 @@ def real_tiles() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        pytest.param(op, name, id=f"{op}-{name}", marks=[pytest.mark.slow] * (op in LONG))
-        for op, names in REPRESENTATIVE.items()
-        for name in names
+        ("attention_decode", "4 rows of D128, 1040 keys"),
+        pytest.param("attention", "D64 of 4", marks=pytest.mark.slow),
+        pytest.param("attention", "D128 of 4, by pointers", marks=pytest.mark.slow),
+        pytest.param("attention", "D64 of 4, window, sinks", marks=pytest.mark.slow),
     ],
 )
-def test_representative_hot_samples_in_the_interpreter(op: str, name: str) -> None:
+def test_real_tiles_of_attention_in_the_interpreter(op: str, name: str) -> None:
     (call,) = [each for each in hot_samples.calls(op, torch.bfloat16) if each.name == name]
     with real_tiles():
         assert_matches_float64(call, torch.bfloat16, torch.device("cpu"))

@@ -6,19 +6,18 @@ and sums of squares run on a GPU's kernels too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hot_samples
 import pytest
 import torch
-from comparing import assert_all_close
+from comparing import assert_all_close, assert_same_bits
 from reachable import reachable
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import backends, dtypes
+from fusedops._core import dtypes
 from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.ops.square_sums import square_sums
 from fusedops.specs import multi_tensor_specs, tensors_in
@@ -48,16 +47,6 @@ def arguments(name: str, sample_name: str, dtype: torch.dtype = F32) -> dict[str
     (sample,) = [call for call in calls if call.name == sample_name]
     names = [argument.name for argument in operator(name)._schema.arguments]
     return dict(zip(names, sample.args, strict=True))
-
-
-def test_every_operator_over_lists_has_a_spec() -> None:
-    over_lists = {
-        name
-        for name, kernels in backends._KERNELS.items()
-        if kernels.contracts
-        and any(kind == "Tensor[]" for kind, _ in kernels.contracts[0].arguments)
-    }
-    assert set(multi_tensor_specs()) == over_lists
 
 
 def outcome(name: str, given: Sequence[Any], backend: str, wide: bool = False) -> Tensors:
@@ -107,8 +96,8 @@ def test_hot_samples_of_lists_match_float64(
     call: hot_samples.HotCall, backend: str, device: torch.device
 ) -> None:
     """Sizes and addresses that 16 divides: the configurations on record."""
-    made = hot_samples.made(call, hot_samples.New(device, BF16))
-    assert_matches_float64(call.op, made.sample.args, backend, 4)
+    sample = call.sample(hot_samples.New(device, BF16))
+    assert_matches_float64(call.op, sample.args, backend, 4)
 
 
 def odd_sizes(count: int) -> list[int]:
@@ -193,33 +182,28 @@ def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device
 
 
 @each_machine
-def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
+def test_stochastic_rounding_draws_the_numbers_of_the_reference(
     backend: str, device: torch.device
 ) -> None:
-    """A million equal numbers, 3/8 of the way from one bfloat16 to the next, in two tensors."""
-    size, share = 1 << 19, 0.375
-    low, spacing = 1.0, 2.0**-7
-    # Moments of zero and no decay but this: param * (1 - lr * decay) lies between two neighbours.
-    start = 1.0 + 2 * spacing
-    aim = low + share * spacing
-    params = [torch.full((size,), start, device=device, dtype=BF16) for _ in range(2)]
-    zeros = [[torch.zeros_like(each) for each in params] for _ in range(3)]
-    batch = TensorLists(
-        params,
-        *zeros,
-        steps=[torch.zeros((), device=device) for _ in range(2)],
-        draws=[Draw(91, 0, size, size), Draw(91, size, size, size)],
-        weight_decays=[(1 - aim / start) / LR] * 2,
-    )
-    step(batch, backend)
-    up = torch.stack([parameter == low + spacing for parameter in params])
-    assert bool((up | torch.stack([each == low for each in params])).all()), "no neighbour"
-    # Five standard deviations: a correct kernel fails once in two million numbers of keys.
-    for each in up:
-        assert abs(each.double().mean().item() - share) < 5 * math.sqrt(0.25 / size)
-    for a, b in ((up[0], up[1]), (up[0, 1:], up[0, :-1]), (up[0, 4:], up[0, :-4])):
-        both = (a & b).double().mean().item()
-        assert abs(both - share**2) < 5 * math.sqrt(0.25 / size), "the numbers are not independent"
+    """First moments are half of the gradients, exactly, and are rounded to bfloat16."""
+    many, few = sizes = [1 << 16, 333]
+    moments = []
+    for name, where in ((backend, device), ("torch", CPU)):
+        params, grads = (Cut(sizes, F32, where, key).parts for key in (1, 2))
+        zeros = [[torch.zeros_like(each, dtype=BF16) for each in grads] for _ in range(2)]
+        batch = TensorLists(
+            params,
+            grads,
+            *zeros,
+            steps=[torch.zeros((), device=where) for _ in sizes],
+            draws=[Draw(91, 0, many, many), Draw(91, many, few, few)],
+            weight_decays=[0.0] * 2,
+        )
+        with fusedops.use_backend(name):
+            adamw(batch, lr=LR, betas=(0.5, 0.5), eps=EPS)
+        moments.append([each.cpu() for each in batch.exp_avgs])
+    assert_same_bits(*moments)
+    assert not torch.equal(moments[0][0], (grads[0] / 2).bfloat16()), "nothing was drawn"
 
 
 @each_machine
@@ -319,15 +303,3 @@ def test_square_sums_refuses_other_devices_and_dtypes(kind: Any) -> None:
     words = "must be on cpu" if kind == "meta" else "must have dtype"
     with pytest.raises((TypeError, ValueError), match=rf"square_sums: inputs\[1\] {words}"):
         operator("square_sums")([torch.ones(3), torch.ones(3).to(kind)])
-
-
-def test_fake_kernels_hold_lists_to_the_contract() -> None:
-    for sample_name in ("plain", "master weights"):
-        given = arguments("adamw", sample_name)
-        meta = pytree.tree_map_only(torch.Tensor, lambda each: each.to("meta"), given)
-        assert operator("adamw")(*meta.values()) is None
-        meta["exp_avgs"] = meta["exp_avgs"][:-1]
-        with pytest.raises(ValueError, match="adamw: exp_avgs must be a list of 5 tensors"):
-            operator("adamw")(*meta.values())
-    (sums,) = tensors_in(operator("square_sums")([torch.ones(3, device="meta")] * 2))
-    assert sums.shape == (2,) and sums.dtype == torch.float64

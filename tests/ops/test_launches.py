@@ -6,7 +6,6 @@ specialisations of its arguments, and once more with all numbers 1 (``fake_gpu.p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import fake_gpu
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from fusedops._core import env
-from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs import Spec, all_specs
 from fusedops.specs.comparison import fresh
 
 triton = pytest.importorskip("triton")
@@ -30,11 +29,6 @@ def gpu() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def samples(name: str, dtype: torch.dtype) -> list[Sample]:
-    return all_specs()[name].samples(torch.device("cpu"), dtype)
-
-
 @pytest.mark.parametrize(
     "count", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"]
 )
@@ -44,7 +38,7 @@ def test_every_launch_is_one_that_a_gpu_takes(
     spec: Spec, dtype: torch.dtype, count: int | None
 ) -> None:
     before = fake_gpu.launches()
-    for sample in samples(spec.name, dtype)[:count]:
+    for sample in spec.samples(torch.device("cpu"), dtype)[:count]:
         fake_gpu.launch_everything(spec.op, fresh(sample))
     assert fake_gpu.launches() > before, f"fusedops/kernels has no Triton kernel of {spec.name}"
 
@@ -53,7 +47,7 @@ def test_every_launch_is_one_that_a_gpu_takes(
 @pytest.mark.parametrize("name", ["grouped_mm", "moe_mlp"])
 def test_gradients_that_are_added_to_buffers_are_launched(name: str, dtype: torch.dtype) -> None:
     """No sample has buffers: generic tests compare gradients, and there the weights get none."""
-    sample = fresh(samples(name, dtype)[0])
+    sample = fresh(all_specs()[name].samples(torch.device("cpu"), dtype)[0])
     weights = [arg for arg in sample.args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     into = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     given = {"grad_weights_into": into} if name == "moe_mlp" else {"grad_weight_into": into[0]}

@@ -175,16 +175,12 @@ def _assert_counts(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -
     assert all(tensor._version == before[id(tensor)] for tensor in read)
 
 
-def assert_all_get_a_new_version(name: str, backend: str) -> None:
-    for args in _calls(name):
-        with fusedops.use_backend(backend), reachable(tensors_in(args)), torch.no_grad():
-            _assert_counts(name, _operator(name), args)
-
-
 @BACKENDS
 @WRITING
 def test_what_is_written_gets_a_new_version(name: str, backend: str) -> None:
-    assert_all_get_a_new_version(name, backend)
+    for args in _calls(name):
+        with fusedops.use_backend(backend), reachable(tensors_in(args)), torch.no_grad():
+            _assert_counts(name, _operator(name), args)
 
 
 @WRITING

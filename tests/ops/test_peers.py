@@ -28,13 +28,6 @@ each_peer = pytest.mark.parametrize(
     ("spec", "label"), PEERS, ids=[f"{spec.name}-{label}" for spec, label in PEERS]
 )
 
-# Samples of attention that its adapter for torch's flex attention takes, one of each kind.
-FLEX = {
-    *("plain", "causal", "causal_more_queries", "scale", "grouped", "window", "window_left"),
-    *("softcap", "softcap_with_mask", "boolean_mask", "padding_mask", "additive_mask"),
-    "mask_and_causal",
-}
-
 
 def installed(spec: Spec, label: str) -> Any:
     peer = peers_of(spec.name)[label]
@@ -117,20 +110,6 @@ def test_values_of_liger_in_the_interpreter(spec: Spec, label: str) -> None:
         assert_matches_float64(spec, label, "cpu", torch.float32)
     except InterpreterError as error:
         pytest.skip(f"the interpreter cannot run it: {error}")
-
-
-def test_values_of_flex_attention_without_compilation() -> None:
-    """Of the forward: its gradients are those of eager torch there."""
-    spec, taken = all_specs()["attention"], set()
-    peer = installed(spec, "flex")
-    for sample in spec.samples(torch.device("cpu"), torch.float32):
-        if sample.name not in FLEX:
-            continue
-        got = peer(*sample.map(torch.Tensor.detach).args, **sample.kwargs)
-        exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
-        assert_close(got, exact.outputs[0], eager.outputs[0], sample.name, 64 * got.numel())
-        taken.add(sample.name)
-    assert taken == FLEX
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_bits, assert_within_budget
+from comparing import assert_close, assert_within_budget
 
 import fusedops
 from fusedops.specs import Sample, _routing, all_specs
@@ -27,16 +27,6 @@ def test_gradient_of_a_transposed_weight_has_its_layout() -> None:
     output = fusedops.baddbmm(torch.randn(7), torch.randn(2, 3, 5, 4), keys.mT)
     (grad,) = torch.autograd.grad(output.square().sum(), keys)
     assert grad.is_contiguous()
-
-
-def test_recompute_gives_the_same_bits() -> None:
-    shapes = ((9, 16), (32, 16), (32,), (12, 32), (12,))
-    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    results = []
-    for recompute in (False, True):
-        output = fusedops.mlp(*leaves, activation="gelu_tanh", recompute=recompute)
-        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    assert_same_bits(*results)
 
 
 def test_blocks_of_rows_do_not_show() -> None:

@@ -36,11 +36,7 @@ def test_bits_of_rms_norm_are_torchs(backend: str, dtype: torch.dtype) -> None:
                     got = fusedops.rms_norm(x, (columns,), *args)
                 where = f"{columns} columns times {scale}, {args}"
                 assert_same_bits(got, F.rms_norm(x, (columns,), *args), where)
-
-
-@by_dtype
-def test_bits_are_torchs_in_many_rows_on_threads(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(3, 500, 640).to(dtype), torch.randn(640).to(dtype)
+    x, weight = torch.randn(3, 500, 640).to(dtype), torch.randn(640).to(dtype)  # on threads
     assert_same_bits(fusedops.rms_norm(x, (640,), weight), F.rms_norm(x, (640,), weight))
 
 

@@ -183,6 +183,22 @@ def test_a_row_of_a_product_in_every_batch(name: str, dtype: torch.dtype) -> Non
         assert torch.equal(op(x[:count], *weights), whole[:count]), f"{count} rows"
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sample_name"), [("mlp", "odd_sizes"), ("moe_mlp", "biases"), ("moe_mlp", "plain")]
+)
+def test_a_hidden_layer_that_is_kept_or_recomputed(
+    name: str, sample_name: str, dtype: torch.dtype
+) -> None:
+    spec = all_specs()[name]
+    (sample,) = [each for each in spec.samples(CPU, dtype) if each.name == sample_name]
+    kept, again = (
+        Sample(sample_name, sample.args, {**sample.kwargs, "recompute": recompute})
+        for recompute in (False, True)
+    )
+    assert_same_bits(run(spec.op, again), run(spec.op, kept))
+
+
 def drawing() -> list[tuple[Spec, Sample]]:
     """Return the ops that draw numbers, each with a call: the others have no state."""
     found = []

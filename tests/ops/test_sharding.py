@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from comparing import assert_close
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedops
@@ -127,41 +127,6 @@ def test_columns_heads_and_batches_are_sharded(label: str) -> None:
     )
 
 
-def assert_partial(name: str, placed: Sample, alone: Sample) -> None:
-    """Compare a call whose results are parts of a sum, as tensor parallel experts give them."""
-    op = all_specs()[name].op
-    with CommDebugMode() as communication:
-        output = op(*placed.args, **placed.kwargs)
-    assert output.placements == (Partial(),) and communication.get_total_counts() == 0
-    want = op(*alone.args, **alone.kwargs)
-    grads = torch.autograd.grad(output.full_tensor().square().sum(), placed.leaves)
-    wanted = torch.autograd.grad(want.square().sum(), alone.leaves)
-    pairs = zip((output, *grads), (want, *wanted), strict=True)
-    for i, (got, expected) in enumerate(pairs):
-        assert_close(got.full_tensor(), expected.double(), expected, f"result {i}", 999)
-
-
-def test_parts_of_the_experts_results_are_combined_as_parts() -> None:
-    sample = all_specs()["moe_unpermute"].samples(CPU, torch.float32)[0]
-    parts = new(WORLD, *sample.args[0].shape, grad=False)
-
-    def on_rank(mesh: DeviceMesh, rank: int) -> None:
-        alone = fresh(Sample("parts", (parts.sum(0).requires_grad_(), sample.args[1])))
-        rows = DTensor.from_local(parts[rank], mesh, [Partial()]).requires_grad_()
-        placed = Sample("parts", (rows, distributed(alone, mesh, {}).args[1]))
-        assert_partial("moe_unpermute", placed, alone)
-
-    on_ranks(on_rank)
-
-
-def test_hidden_columns_of_experts_are_sharded_each_with_its_gate_and_factor() -> None:
-    sample = Sample("inner", EXPERTS, OPTIONS["moe_mlp"])
-    columns = {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)}
-    on_ranks(
-        lambda mesh, _: assert_partial("moe_mlp", distributed(sample, mesh, columns), fresh(sample))
-    )
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_of_sharded_rows_reduces_numbers_only(reduction: str) -> None:
     logits, target = new(7, 33), torch.arange(7)
@@ -181,36 +146,6 @@ def test_a_loss_of_sharded_rows_reduces_numbers_only(reduction: str) -> None:
         assert grad.placements == (Shard(0),)
         torch.testing.assert_close(whole, want.detach())
         torch.testing.assert_close(grad.full_tensor(), want_grad)
-
-    on_ranks(on_rank)
-
-
-def test_sharded_tokens_are_routed_where_they_are() -> None:
-    rule = ("softmax", False, 1.0, 1, 1, "max", 0.0, -1, "position")
-    logits, weights, grad, one = new(30, 6), torch.rand(1, 6), torch.randn(30, 2), torch.ones(())
-
-    def route(logits: Any, weights: Any) -> tuple[Any, Any, Any]:
-        probs, ids, _ = torch.ops.fusedops.moe_route(logits, None, None, None, None, 2, *rule)
-        loss = torch.ops.fusedops.moe_router_loss(logits, weights, None, None, "softmax")
-        return probs, ids, loss
-
-    probs, ids, loss = route(logits, weights)
-    (want,) = torch.autograd.grad([probs, loss], logits, [grad, one])
-
-    def on_rank(mesh: DeviceMesh, rank: int) -> None:
-        placed, placed_grad = (placed_as(each, mesh, Shard(0)) for each in (logits, grad))
-        placed_weights, placed_one = (placed_as(each, mesh, Replicate()) for each in (weights, one))
-        with CommDebugMode() as communication:
-            p, i, value = route(placed, placed_weights)
-            assert p.placements == i.placements == (Shard(0),) and value.placements == (Partial(),)
-            (first,) = torch.autograd.grad(p, placed, placed_grad)
-            (second,) = torch.autograd.grad(value, placed, placed_one)
-        assert communication.get_total_counts() == 0, communication.get_comm_counts()
-        assert torch.equal(i.full_tensor(), ids) and torch.equal(p.full_tensor(), probs)
-        assert_close(
-            value.full_tensor().detach(), loss.detach().double(), loss.detach(), "loss", 30
-        )
-        assert_close((first + second).full_tensor(), want.double(), want, "gradient", 30)
 
     on_ranks(on_rank)
 
