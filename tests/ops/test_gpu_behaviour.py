@@ -17,7 +17,7 @@ from comparing import assert_same_bits, assert_within_budget
 
 import fusedops
 from fusedops.specs import Sample, all_specs, tensors_in
-from fusedops.specs.comparison import floating, incoming, run
+from fusedops.specs.comparison import floating, fresh, incoming, run
 
 pytest.importorskip("triton")
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import math
 import re
 import shutil
-import socket
 import subprocess
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +16,6 @@ import pytest
 import torch
 
 from fusedops.cli.main import app
-from fusedops.cli.report import make_server
 from fusedops.cli.report_page import page, page_data
 from fusedops.launch.config_table import InputError
 from fusedops.profiler import RunShape, read_timings
@@ -117,43 +110,6 @@ def test_nothing_of_a_run_can_end_the_script(tmp_path: Path) -> None:
     library = plotly_offline.get_plotlyjs().replace("</script", "<\\/script")
     own = text.replace(library, "")  # which has links to its makers
     assert not re.search(r"(src|href)=[\"']https?:", own)
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    server = make_server(str(folder), None, "127.0.0.1", 0, 7)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    assert server.server_address[0] == "127.0.0.1"
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_the_server_shows_the_page_and_nothing_else(run: Path) -> None:
-    with served(run) as address:
-        with urllib.request.urlopen(f"http://{address}/") as answer:
-            assert answer.headers["Refresh"] == "7" and b"Plotly.newPlot" in answer.read()
-        for path in ("/metrics.jsonl", "/../metrics.jsonl", "/profile/steps.f32"):
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"http://{address}{path}")
-
-
-def test_the_server_answers_to_its_own_names_only(tmp_path: Path) -> None:
-    folder = tmp_path / "<script>"  # is no run yet: the page is the error
-    folder.mkdir()
-    own = ["127.0.0.1", "localhost:8080", "[::1]:8080", "192.168.0.7:80", socket.gethostname()]
-    foreign = ["rebound.example", "localhost.example:8080", "127.0.0.1.example", "", "[::1"]
-    with served(folder) as address:
-        for name in own + foreign:
-            connection = http.client.HTTPConnection(address)
-            connection.request("GET", "/", headers={"Host": name})
-            answer = connection.getresponse()
-            assert (answer.status, name) == (503 if name in own else 403, name)
-            assert b"<script>" not in answer.read()
-            connection.close()
 
 
 def test_the_command_writes_one_file(
