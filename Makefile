@@ -95,11 +95,11 @@ test-all: setup
 
 # The kernels of AMX on a processor without it, every op that multiplies, and a row of float32 as
 # processors by Intel multiply it (csrc/common/isa.h, kReadsLongRows): the tile instructions are
-# trapped (tools/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the
+# trapped (tests/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the
 # trap itself.
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,products weight_gradients moe_rows cross_entropy \
               attention))
-TRAPPED := OMP_NUM_THREADS=1 $(BIN)/python tools/trapped_tiles.py -m pytest $(PYTEST_FLAGS) \
+TRAPPED := OMP_NUM_THREADS=1 $(BIN)/python tests/trapped_tiles.py -m pytest $(PYTEST_FLAGS) \
              -p no:faulthandler -m "not slow and not gpu and not interpreter"
 test-tiles: setup
 	$(PYTEST) tests/core/test_trapped_tiles.py

@@ -21,7 +21,7 @@
 #endif
 #endif
 
-// Defined where tools/tile_trap.cpp is loaded before this library: takes the place of the system's
+// Defined where tests/tile_trap.cpp is loaded before this library: takes the place of the system's
 // permission, and returns an error number or zero.
 extern "C" __attribute__((weak, visibility("default"))) int fusedops_trap_tiles();
 
@@ -81,7 +81,7 @@ std::string request_tiles() {
   if (limit() == Limit::amx_trapped) {
     if (executes) return "FUSEDOPS_MAX_ISA=amx_trapped is for processors without AMX";
     if (fusedops_trap_tiles == nullptr) {
-      return "FUSEDOPS_MAX_ISA=amx_trapped needs tools/trapped_tiles.py, which traps the "
+      return "FUSEDOPS_MAX_ISA=amx_trapped needs tests/trapped_tiles.py, which traps the "
              "instructions";
     }
     const int error = fusedops_trap_tiles();

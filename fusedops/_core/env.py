@@ -47,7 +47,7 @@ _KNOWN = (
 )
 
 # What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last one
-# is for tests and slow: tools/trapped_tiles.py catches the instructions of AMX and executes them
+# is for tests and slow: tests/trapped_tiles.py catches the instructions of AMX and executes them
 # in software on any processor with AVX512_BF16.
 MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_trapped")
 

@@ -1,6 +1,6 @@
 """Products on the tiles of AMX have the manual's bits: on a processor with AMX, or on the trap.
 
-The trap (tools/trapped_tiles.py) executes the tile instructions that were built, and keeps the
+The trap (tests/trapped_tiles.py) executes the tile instructions that were built, and keeps the
 manual's rules. The library must ask for the registers late, and say why it has none.
 """
 
@@ -254,7 +254,7 @@ assert torch.equal(fusedops.linear_act(x, x, activation="relu"), 32 * torch.ones
         (errno.EINVAL, "Linux 5.16"),
         (errno.EOPNOTSUPP, "this kernel or its hypervisor does not save them"),
         (errno.EPERM, "a filter of system calls"),
-        (None, "tools/trapped_tiles.py"),
+        (None, "tests/trapped_tiles.py"),
     ],
 )
 def test_a_refusal_of_the_registers_has_a_reason(

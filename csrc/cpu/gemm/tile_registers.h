@@ -9,7 +9,7 @@
 // The instructions are written as assembly because what calls them is compiled for processors
 // without them too. A thread configures its tiles before it uses them and releases them afterwards:
 // other libraries find them as if nobody had been there, and may have left any configuration
-// (TileScope). tools/trapped_tiles.py executes the instructions on every machine with AVX-512.
+// (TileScope). tests/trapped_tiles.py executes the instructions on every machine with AVX-512.
 //
 // Include from *.isa.cpp only.
 #pragma once

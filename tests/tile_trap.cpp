@@ -9,7 +9,7 @@
 // #UD by SIGILL, #GP by SIGSEGV. Not here: a start_row other than zero, and instructions of other
 // dtypes.
 //
-// Load it before the kernels (LD_PRELOAD; tools/trapped_tiles.py does) with
+// Load it before the kernels (LD_PRELOAD; tests/trapped_tiles.py does) with
 // FUSEDOPS_MAX_ISA=amx_trapped. They call fusedops_trap_tiles where they would ask the system for
 // the registers; before that, a tile instruction is illegal as ever. Another handler of SIGILL,
 // such as Python's faulthandler, must not be installed afterwards. An instruction takes a few

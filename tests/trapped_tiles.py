@@ -1,8 +1,8 @@
 """Runs Python with the tile instructions of AMX executed in software, on a processor without them.
 
-    python tools/trapped_tiles.py -m pytest -q -p no:faulthandler tests/ops/test_products.py
+    python tests/trapped_tiles.py -m pytest -q -p no:faulthandler tests/ops/test_products.py
 
-Builds ``tools/tile_trap.cpp`` in build/tile_trap and replaces itself by Python with that library
+Builds ``tests/tile_trap.cpp`` in build/tile_trap and replaces itself by Python with that library
 loaded first and ``FUSEDOPS_MAX_ISA=amx_trapped``: the kernels then run the instructions that were
 built, and a use that the manual forbids ends the process. It needs AVX-512 with bfloat16. Python's
 faulthandler would take the trap's place: pytest must leave it off.
@@ -16,9 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import native
 
-SOURCE = native.ROOT / "tools" / "tile_trap.cpp"
+SOURCE = Path(__file__).with_name("tile_trap.cpp")
 FLAGS = ("-std=c++20", "-O3", "-mavx2", "-mfma", "-fPIC", "-fvisibility=hidden", "-shared")
 
 
@@ -35,7 +36,7 @@ def library() -> Path:
         fresh = path.with_suffix(f".so.{os.getpid()}")
         command = [native.compiler(), *FLAGS, str(SOURCE), "-o", str(fresh)]
         if subprocess.run(command).returncode:
-            raise native.BuildError("compiling tools/tile_trap.cpp failed; see the message above")
+            raise native.BuildError("compiling tests/tile_trap.cpp failed; see the message above")
         os.replace(fresh, path)
     return path
 
