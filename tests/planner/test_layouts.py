@@ -26,7 +26,7 @@ from fusedops.planner import (
 )
 from fusedops.planner.pipelines import schedule_cost, stages_of_rank
 from fusedops.planner.search import describe
-from fusedops.terminal import sizes, svg
+from fusedops.terminal import sizes
 
 PANGU = preset("pangu-13b")
 MIXTRAL = preset("mixtral-8x7b")
@@ -306,7 +306,7 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
     assert turned.weights == 4 * (layers + GPT2.embedding().total + GPT2.output().total)
 
 
-@pytest.mark.parametrize("module", [search, sizes, svg, planner, models, checkpoint])
+@pytest.mark.parametrize("module", [search, sizes, planner, models, checkpoint])
 def test_examples_run(module: ModuleType) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     found = [module, *(getattr(module, name) for name in getattr(module, "__all__", ()))]
