@@ -127,12 +127,12 @@ class RowParallel(nn.Module):
 def _bytes_of_activations() -> int:
     """Return the bytes of all large tensors that Python knows.
 
-    A thread of gloo's may hold that of the last sum for a moment: the least of some counts.
+    A thread of gloo's may hold that of the last sum for a moment: the least of three counts.
     """
+    gc.collect()
     counts = []
-    for _ in range(5):
-        time.sleep(0.02)
-        gc.collect()
+    for _ in range(3):
+        time.sleep(0.03)
         tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
         storages = {each.data_ptr(): each for each in (x.untyped_storage() for x in tensors)}
         sizes = [storage.nbytes() for storage in storages.values()]
