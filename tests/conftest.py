@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
     return _Module.from_parent(parent, path=module_path)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what cannot run here; in Triton's interpreter only the tests marked for it can."""
+    _leave_every_nth(items)
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     no_interpreter = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, in its own process")
     only_interpreter = pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only its own tests run")
@@ -90,6 +93,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(no_interpreter)
         elif env.triton_interpreted():
             item.add_marker(only_interpreter)
+
+
+def _leave_every_nth(items: list[pytest.Item]) -> None:
+    """Mark all tests of a function marked ``ci(every=n)`` as slow, except every n-th."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        every = next((m.kwargs["every"] for m in item.iter_markers("ci") if m.kwargs), 1)
+        function = item.nodeid.partition("[")[0]
+        if every > 1 and seen[function] % every:
+            item.add_marker(pytest.mark.slow)
+        seen[function] += every > 1
 
 
 @functools.cache

@@ -112,7 +112,7 @@ def test_a_slow_link_is_one_among_links_of_its_kind() -> None:
     assert not any(row.slow for row in bench.mark_slow(pairs, hosts))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_command_writes_what_the_planner_reads(tmp_path: Path) -> None:
     files = tmp_path / "links.json", tmp_path / "links.svg"
     words = [sys.executable, "-m", "fusedops", "bench", "communication", "--seconds", "0.01"]

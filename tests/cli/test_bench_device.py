@@ -28,7 +28,7 @@ from fusedops.terminal.files import UserError
 from fusedops.testing import threads
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_command_writes_a_device_that_predicts_its_own_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +110,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @reads_proc
+@pytest.mark.slow
 def test_waiting_processes_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its processes have torch already.
     monkeypatch.setattr(teams.multiprocessing, "get_context", lambda _: run_ranks.CONTEXT)
@@ -123,7 +124,7 @@ def test_waiting_processes_are_stopped(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @reads_proc
-@pytest.mark.ci
+@pytest.mark.slow
 def test_stopped_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, bench_team_steps.__file__, str(tmp_path)]
     parent = subprocess.Popen(command, start_new_session=True)

@@ -65,7 +65,7 @@ def run(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["test"].split("[")[1].rstrip("]"): row for row in first_gpu.read(rows)}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_test_that_ends_or_blocks_its_process_costs_itself_alone(tmp_path: Path) -> None:
     rows = run(tmp_path)
     outcomes = {number: row["outcome"] for number, row in rows.items()}

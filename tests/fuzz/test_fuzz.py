@@ -26,7 +26,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(extension.cpu_library() is not None, reason="it is the kernels that are tried")
 @pytest.mark.parametrize("fuzzer", [Operators, Functions, Arguments], ids=lambda kind: kind.name)
 def test_no_call_kills_the_process_or_is_wrong(fuzzer: type[engine.Fuzzer], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _generated(model: Transformer | TrainEngine, prompts: Any = PROMPTS) -> list
     ]
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize(
     ("name", "layout"),
     LAYOUTS,

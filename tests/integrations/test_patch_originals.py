@@ -181,7 +181,7 @@ COMPILED = [name for name, place in PLACES.items() if place.op in ("attention", 
     ("name", "compiled"),
     [
         *((name, False) for name in PLACES),
-        *(pytest.param(name, True, marks=pytest.mark.ci) for name in COMPILED),
+        *(pytest.param(name, True, marks=pytest.mark.ci(every=3)) for name in COMPILED),
     ],
 )
 def test_a_replaced_function_of_transformers_is_called(
@@ -232,7 +232,7 @@ def default_device() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=2)
 @EAGER_AND_COMPILED
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
     options = {"attn_implementation": "sdpa", "num_hidden_layers": 1}

@@ -528,7 +528,7 @@ def kind_of(name: str) -> ModelType:
     "name",
     [
         *FIRST,
-        *(pytest.param(name, marks=pytest.mark.ci) for name in AT_A_PUSH),
+        *(pytest.param(name, marks=pytest.mark.ci(every=3)) for name in AT_A_PUSH),
         *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )

@@ -280,7 +280,7 @@ def _with_new_floats(spec: Spec) -> set[str]:
     return names
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @in_first_tier(covering)
 def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
     # A number that becomes an input of the graph costs a second trace: once for each number.
@@ -294,7 +294,7 @@ def test_compiled_with_fixed_sizes_equals_eager(spec: Spec, sample_name: str) ->
     _assert_compiled_equals_eager(spec, sample_name, dynamic=False)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @by_spec
 def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
     sample = first(spec)

@@ -231,7 +231,7 @@ def _half(spec: Spec, sample_name: str) -> torch.dtype:
     return (torch.bfloat16, torch.float16)[chosen]
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @each_sample(FIRST, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, None, torch.float64], ids=["32", "half", "64"])
 def test_what_is_not_finite_is_where_eager_torch_has_it(
@@ -241,7 +241,7 @@ def test_what_is_not_finite_is_where_eager_torch_has_it(
     _assert_as_eager(spec, sample_name, dtype, ("cpp", "torch"), CHANGES)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.interpreter
 @each_sample({}, 1, MANY_REFERENCES | MANY_REFERENCES_IN_TRITON)
 @pytest.mark.parametrize(

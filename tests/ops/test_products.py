@@ -135,7 +135,7 @@ SIZES: list[tuple[Callable[..., Args], Args]] = [
             make,
             sizes,
             id=f"{make.__name__} {sizes}",
-            marks=[pytest.mark.ci] * (make is grouped_mm),
+            marks=[pytest.mark.ci(every=4)] * (make is grouped_mm),
         )
         for make, sizes in SIZES
     ],

@@ -75,7 +75,7 @@ def assert_as_one_process(
         assert_close(grad.full_tensor(), exact.grads[i], eager.grads[i], name, terms)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize(
     "name", [name for name, spec in all_specs().items() if spec.rows_are_independent]
 )

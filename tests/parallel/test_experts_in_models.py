@@ -85,7 +85,7 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
     """Losses, weights and biases, in float64."""

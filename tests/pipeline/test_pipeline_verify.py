@@ -66,7 +66,7 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, list[Any]], dict[str, int]]] = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_a_pipeline_is_found_and_made_small(bug: str) -> None:
     more, options, kept = BUGS[bug]

@@ -206,7 +206,7 @@ def _on_four_ranks(rank: int, name: str) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "encoder" else pytest.mark.ci)
+        pytest.param(name, marks=[] if name == "encoder" else pytest.mark.ci(every=4))
         for name in sorted(MODELS)
     ],
 )
@@ -368,7 +368,7 @@ def test_collectives_between_nodes_use_all_network_cards(fake_mesh: Callable[...
 
 @pytest.mark.parametrize("limit", [None, 60_000, 36_000])
 @pytest.mark.parametrize("names", [("tp",), ("dp", "tp")])
-@pytest.mark.parametrize("depth", [2, 5])
+@pytest.mark.parametrize("depth", [2, pytest.param(5, marks=pytest.mark.ci(every=3))])
 def test_search_is_as_good_as_all_combinations(
     fake_mesh: Callable[..., Any], depth: int, names: tuple[str, ...], limit: int | None
 ) -> None:

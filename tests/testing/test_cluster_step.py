@@ -94,7 +94,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize("case", LAYOUTS | SPARSE)
 def test_no_host_waits_in_a_step(case: str) -> None:
     name, config = "tiny-pangu-moe" if case in SPARSE else "tiny-llama", (LAYOUTS | SPARSE)[case]

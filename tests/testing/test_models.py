@@ -62,12 +62,13 @@ def name(mesh: dict[str, int]) -> str:
     return "-".join(mesh)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     assert_verified(mesh, 2)
 
 
+@pytest.mark.ci
 def test_a_few_of_all_combinations_with_stages() -> None:
     for mesh in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         assert_verified(mesh, 1)

@@ -139,7 +139,7 @@ def _switching(rank: int, folder: str, parallel: dict[str, Any]) -> tuple[str, s
 
 
 # The layout of one process, and others on two.
-@pytest.mark.ci
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize(
     "parallel", [{}, {"zero": 1}, {"zero": 3}, {"tp": 2}, {"pp": 2, "microbatches": 2}], ids=str
 )
