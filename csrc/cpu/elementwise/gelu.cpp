@@ -29,7 +29,7 @@ at::Tensor forward(const at::Tensor& input, std::string_view approximate) {
 at::Tensor backward(const std::optional<at::Tensor>& grad_output, const at::Tensor& input,
                     std::string_view approximate, c10::List<bool> output_mask) {
   if (!output_mask[0]) return {};
-  return run(gradient(grad_output, input), input, approximate);
+  return run(grad_output.value().to(input.scalar_type()).contiguous(), input, approximate);
 }
 
 }  // namespace
