@@ -74,9 +74,8 @@ def test_everything_is_collected_without_any_other_package(tmp_path: Path) -> No
 
 
 def test_files_of_tests_that_make_and_workflows_name_exist() -> None:
-    texts = [(ROOT / "Makefile").read_text()]
-    texts += [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
-    text = "\n".join(texts).replace("\\\n", " ")
+    files = [ROOT / "Makefile", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    text = "\n".join(path.read_text() for path in files).replace("\\\n", " ")
     named = set(re.findall(r"tests/[\w/]+\.py", text))
     for prefix, suffix, words in re.findall(
         r"\$\(addprefix (tests/\w+/test_),(?:\$\(addsuffix (\.py),)?([\w. ]+)\)", text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -78,18 +77,6 @@ def test_a_test_that_ends_or_blocks_its_process_costs_itself_alone(tmp_path: Pat
     assert rows["8"]["error"] == "assert 8 == 9" and "no such kernel" in rows["10"]["error"]
 
 
-def test_a_summary_counts_outcomes_and_joins_equal_errors(tmp_path: Path) -> None:
-    rows = [
-        {"test": "a", "outcome": "passed", "error": ""},
-        {"test": "b", "outcome": "failed", "error": "it is wrong"},
-        {"test": "c", "outcome": "failed", "error": "it is wrong"},
-    ]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "test.jsonl").write_text(lines + '{"test": "cut of')
-    page = first_gpu.summary(tmp_path)
-    assert "## test: 2 failed, 1 passed" in page and "* failed, 2 times: it is wrong; b" in page
-
-
 def test_every_figure_is_of_an_op_at_a_size_that_it_can_be_made_in() -> None:
     for figure in figure_list.FIGURES.values():
         if figure.op != figure_list.OPTIMIZER:
@@ -136,4 +123,4 @@ def test_torch_triton_and_pytest_are_enough() -> None:
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     files = first_gpu.gpu_files()
     assert "tests/ops/test_all_ops.py" in files and "tests/parallel/test_gpu.py" in files
-    assert "tests/core/test_site.py" not in files
+    assert "tests/core/test_mutations.py" not in files

@@ -5,38 +5,11 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import cuda_report
 import kernel_report
 import native_flags
 import pytest
 import report_table
 import torch
-
-# Two kernels as nvcc 13.0 -Xptxas=-v reports them, shortened.
-PTXAS = """
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_ZN8fusedops55_GLOBAL__N__9fb9_13_layer_norm_cu_a1b27forwardIfLi4EEEvPKfPfi' for 'sm_90a'
-ptxas info    : Function properties for _ZN8fusedops55_GLOBAL__N__9fb9_13_layer_norm_cu_a1b27forwardIfLi4EEEvPKfPfi
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 38 registers, used 1 barriers, 128 bytes smem
-ptxas info    : Compile time = 21.011 ms
-ptxas info    : Compiling entry function '_Z4spilPf' for 'sm_80'
-ptxas info    : Function properties for _Z4spilPf
-    16 bytes stack frame, 24 bytes spill stores, 20 bytes spill loads
-ptxas info    : Used 255 registers, 368 bytes cmem[0]
-"""  # noqa: E501
-
-
-def test_ptxas_output_is_parsed() -> None:
-    first, second = cuda_report.parse(PTXAS)
-    assert first["arch"] == "sm_90a"
-    assert (first["registers"], first["shared"], first["spill_stores"]) == ("38", "128", "0")
-    assert second["kernel"] == "spil"
-    assert (second["spill_stores"], second["spill_loads"], second["stack"]) == ("24", "20", "16")
-    assert cuda_report.problems(first) == []
-    assert len(cuda_report.problems(second)) == 3
-    assert cuda_report.parse(PTXAS + PTXAS) == [first, second]
-
 
 Rows = list[report_table.Row]
 
@@ -108,63 +81,6 @@ def test_a_table_is_compared_with_what_compiles_now(
     assert report_table.finish(changed(table, **then), compared, check=True) == bool(words)
     said = capsys.readouterr().err
     assert all(each in said for each in words)
-
-
-def test_figures_are_kept_by_digest_for_one_compiler(table: report_table.Table) -> None:
-    table = changed(table, digest="digest")
-    assert report_table.figures(table) == {}
-    report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="")], check=False)
-    assert report_table.figures(table) == {"1a": {"registers": "32", "shared": "0"}}
-    assert report_table.figures(changed(table, **NEWER)) == {}
-
-
-def test_rows_of_one_op_are_written_and_compared_alone(
-    table: report_table.Table, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def only(each: report_table.Row) -> bool:
-        return each["kernel"] == "k"
-
-    report_table.finish(table, [row(), row(kernel="other")], check=False)
-    assert report_table.finish(table, [row(registers="40")], check=True, only=only) == 1
-    assert "gone" not in capsys.readouterr().err
-    assert report_table.finish(table, [row(registers="40")], check=False, only=only) == 0
-    both = [row(registers="40"), row(kernel="other")]
-    assert report_table.finish(table, both, check=True) == 0
-    newer = changed(table, **NEWER)
-    assert report_table.finish(newer, [row()], check=False, only=only) == 1
-    assert "write all of it anew" in capsys.readouterr().err
-
-
-def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(report_table, "REPORTS", tmp_path)
-    monkeypatch.setattr(kernel_report, "ops", lambda: ["moe_sort"])
-    kernel_report.cases.cache_clear()
-    marks = sorted(
-        {
-            kernel_report.digest(kernel_report.cases(op)[index], capability)
-            for op, index, capability in kernel_report.compilations(["moe_sort"])
-        }
-    )
-
-    def write(marks: list[str], **changes: str) -> None:
-        usual = {"op": "moe_sort", "kernel": "k", "case": "", "arch": "sm_120", "stack": "0"}
-        usual |= {"shared": "0", "matrix": "0", "repeated": ""} | changes
-        lines = [",".join((*usual, "digest"))]
-        lines += [",".join((*usual.values(), mark)) for mark in marks]
-        (tmp_path / "triton-3.9.0.csv").write_text("\n".join(["# triton 3.9.0", *lines, ""]))
-
-    write(marks)
-    assert kernel_report.other_versions(strict=True) == 0
-    write([*marks[1:], "of an older source"])
-    assert kernel_report.other_versions(strict=False) == 0
-    assert "make kernel-report-triton TRITON=3.9.0" in capsys.readouterr().out
-    assert kernel_report.other_versions(strict=True) == 1
-    write(marks, stack="8")
-    assert kernel_report.other_versions(strict=False) == 1
-    assert "8 bytes of stack" in capsys.readouterr().err
 
 
 def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
