@@ -15,7 +15,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("fusedops/ops", "fusedops/specs", "fusedops/kernels", "csrc/cpu", "tests/ops")
+FOLDERS = (
+    "fusedops/ops",
+    "fusedops/specs",
+    "fusedops/kernels",
+    "csrc/common",
+    "csrc/cpu",
+    "tests/ops",
+)
 # Modules with a function per op, and an entry of a table for it.
 TABLES = ("tools/kernel_cases", "tests/hot_samples")
 

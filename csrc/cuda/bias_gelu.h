@@ -6,35 +6,9 @@
 
 #include <cstdint>
 
-#include "../common/activation.h"
-#include "../common/types.h"
+#include "../common/bias_gelu.h"
 
 namespace fusedops::cuda {
-
-struct BiasGeluForward {
-  const void* input;  // [rows, columns]
-  const void* bias;   // [columns]
-  void* output;       // [rows, columns]
-  int64_t rows;
-  int64_t columns;
-  Activation activation;
-  DType dtype;
-  DType bias_dtype;
-};
-
-struct BiasGeluBackward {
-  const void* grad_output;  // [rows, columns]
-  const void* input;        // [rows, columns]
-  const void* bias;         // [columns]
-  void* grad_input;         // [rows, columns] or null
-  void* grad_bias;          // [columns] or null
-  void* partials;           // [bias_gelu_partials(...), columns], accumulation dtype
-  int64_t rows;
-  int64_t columns;
-  Activation activation;
-  DType dtype;
-  DType bias_dtype;
-};
 
 cudaError_t bias_gelu_forward(const BiasGeluForward& arguments, cudaStream_t stream);
 cudaError_t bias_gelu_backward(const BiasGeluBackward& arguments, cudaStream_t stream);

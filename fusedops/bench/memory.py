@@ -131,10 +131,10 @@ class ArenaStepSettings:
     """Which step is measured in an arena."""
 
     family: str  # of the model
-    size: ModelSize  # of it
+    size: ModelSize  # of the model
     dtype: torch.dtype  # of the weights
     seconds: float  # of one process
-    threads: int  # of it; 0: one per physical core
+    threads: int  # of one process; 0: one per physical core
     processes: int  # how many, one after another
     patched: bool = False  # whether ``fusedops.patch`` fuses the model: fewer temporaries
 

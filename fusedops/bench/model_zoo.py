@@ -28,7 +28,7 @@ class ModelSize:
     """How large a model is, and what it reads."""
 
     hidden: int = 512  # width of the residual stream
-    layers: int = 4  # of it; an encoder-decoder has as many of each
+    layers: int = 4  # an encoder-decoder has as many in each half
     batch: int = 4  # sequences, or images
     seq_len: int = 256  # tokens of each, or patches of an image (the nearest square)
     steps: int = 32  # tokens that are generated in decoding

@@ -61,8 +61,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     root, on a read-only mount or under a quota.
 
     Raises:
-        UserError: with the reason.
+        UserError: with the reason; a ``-``, which is no name of a file here.
     """
+    if os.fspath(path) == "-":
+        raise UserError("this option writes a file and cannot print to -: give a path")
     target = _target(path)
     if _is_device(target):
         return

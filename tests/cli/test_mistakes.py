@@ -45,6 +45,7 @@ OPS = [
     ("--device gpu", "unknown device 'gpu'"),
     ("--device cpu:7", "there is no device cpu:7: the CPU is one device, cpu"),
     ("layer_norm --json missing/a.json", "missing does not exist; create it first"),
+    ("layer_norm --json -", "cannot print to -: give a path"),
 ]
 SHAPES = [
     ("layer_norm --shape rows=8,cols=4", "did you mean columns? known: rows, columns"),
@@ -63,6 +64,7 @@ BENCHES = [
     ("compare none.json none.json", "cannot read none.json"),
     ("compare good.toml good.toml", "is not valid JSON"),
     ("compare latin.toml latin.toml", "is not a text file"),
+    ("memory --json -", "cannot print to -: give a path"),
     ("communication --collectives all_reduced", "did you mean all_reduce"),
     ("communication --least 3000B --most 4000B", "no power of two"),
     ("communication --predict a.csv", "need --fit"),

@@ -106,7 +106,7 @@ class _Result:
     record: dict[str, Any]
     show: Callable[[Console], None]
     title: str  # of the picture
-    boxes: Sequence[tuple[int, int, int, int]]  # of it: begin, end, first and last offset
+    boxes: Sequence[tuple[int, int, int, int]]  # begin, end, first and last offset
     same_bits: bool = True
 
     def picture(self) -> str:

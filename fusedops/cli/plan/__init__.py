@@ -117,7 +117,7 @@ def step_time(
 @app.command()
 def image(
     model: Annotated[str, Option(help="unet, or package:function of a module.")] = "unet",
-    shape: Annotated[str, Option(help="Of the input, as 1x4x30000x30000.")] = "",
+    shape: Annotated[str, Option(help="Input shape: 1x4x30000x30000.")] = "",
     devices: arguments.Devices = 8,
     device: arguments.Device = "",
     memory: arguments.DeviceMemory = "",
