@@ -5,17 +5,21 @@ can tell from one that is slow. On each process a thread looks for progress. Whe
 the time that the configuration gives, it writes a record of its process (``flight_record.py``),
 another thread shares the record through the store of the rendezvous, one process names the rank
 that all wait for, and every process ends. A process that writes no record is known by its missing
-heartbeat: it holds the interpreter's lock (the C library's timer writes the stack then), it is
-stopped, its machine is gone, or the link is cut.
+heartbeat: it holds the interpreter's lock (a timer's signal writes its stack then), it is stopped,
+its machine is gone, or the link is cut.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import json
+import math
 import os
+import signal
+import struct
 import sys
 import threading
 import time
@@ -23,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -63,8 +67,8 @@ class Watchdog:
         if self._seconds:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_of(self._ranks.rank).open("w")
-            # A timer of C, which needs no lock of the interpreter, writes all stacks.
-            faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
+            self._timer = _StackTimer(self._stacks)
+            self._timer.restart(self._seconds)
             for work in (self._check_progress, self._send_heartbeats):
                 self._threads.append(threading.Thread(target=work, daemon=True))
                 self._threads[-1].start()
@@ -75,7 +79,7 @@ class Watchdog:
             return
         self._ended.set()
         self._stuck.set()  # wakes the thread of heartbeats, which then sees that all has ended
-        faulthandler.cancel_dump_traceback_later()
+        self._timer.close()
         for thread in self._threads:
             thread.join(self._period)
         if isinstance(error, RuntimeError) and self._ranks.size > 1:
@@ -89,13 +93,13 @@ class Watchdog:
         """Look for progress, and end the process where there is none."""
         last, idle, checked = None, 0.0, time.monotonic()
         while not self._ended.wait(self._period):
+            self._timer.restart(self._seconds)
             now, progress = time.monotonic(), (*self._phase, flight_record.num_collectives())
             # A machine that was suspended is no process that hangs.
             idle += min(now - checked, 2 * self._period)
             checked = now
             if progress != last:
                 last, idle = progress, 0.0
-                faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
             elif idle >= self._seconds:
                 self._record = self._save_record("hangs, or waits for one that does")
                 self._stuck.set()
@@ -169,6 +173,36 @@ class Watchdog:
                     stack = self._stacks_of(rank).read_text().splitlines()
                     lines += [f"process {rank} stands here:", *stack] if stack else []
         return "\n".join([*lines, f"the records of all are in {self._folder}"])
+
+
+class _StackTimer:
+    """Writes the stack of the thread that makes it when ``restart`` is not called in time.
+
+    A signal interrupts that thread, which then writes its own stack without the interpreter's lock.
+    faulthandler's own timer reads the frames of running threads from another one: it crashed two
+    of a hundred processes that went on after SIGSTOP.
+    """
+
+    _SIGNAL = signal.SIGRTMIN + 12  # which Python, torch and NCCL leave alone
+
+    def __init__(self, file: TextIO) -> None:
+        faulthandler.register(self._SIGNAL, file, all_threads=False)
+        self._library = ctypes.CDLL("librt.so.1", use_errno=True)
+        self._timer = ctypes.c_void_p()
+        sigev_thread_id = 4  # struct sigevent: value, signal, kind of notification, thread
+        event = (0, self._SIGNAL, sigev_thread_id, threading.get_native_id())
+        packed = struct.pack("qiii44x", *event)
+        if self._library.timer_create(time.CLOCK_MONOTONIC, packed, ctypes.byref(self._timer)):
+            raise OSError(ctypes.get_errno(), "cannot create a timer for the watchdog")
+
+    def restart(self, seconds: float) -> None:
+        fraction, whole = math.modf(seconds)
+        once = struct.pack("qqqq", 0, 0, int(whole), int(fraction * 1e9))  # interval, first time
+        self._library.timer_settime(self._timer, 0, once, None)
+
+    def close(self) -> None:
+        self._library.timer_delete(self._timer)
+        faulthandler.unregister(self._SIGNAL)
 
 
 def find_stragglers(

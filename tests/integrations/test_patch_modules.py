@@ -234,6 +234,7 @@ def test_a_float32_weight_keeps_the_dtype_of_the_result() -> None:
 
 
 # Stock is not one graph with a padding mask: torch checks the mask's values.
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("name", [name for name in ATTENDING if not name.endswith("masks")])
 def test_one_graph_has_the_fused_attention(name: str) -> None:
     patched, stock = pair(name)

@@ -47,6 +47,7 @@ def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name if name == "loss" else f"_orig_mod.{name}"], wanted)
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize(
     ("rules", "attentions"),
     [

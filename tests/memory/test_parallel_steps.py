@@ -152,6 +152,7 @@ ARENA = pytest.param(
 )
 
 
+@pytest.mark.ci(every=5)
 @pytest.mark.parametrize("change", [*POLICIES, ARENA])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parallel_steps_keep_their_bits(

@@ -196,6 +196,7 @@ def assert_zero(output: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         assert not grad.any(), f"{grad.abs().max():.3g}"
 
 
+@pytest.mark.ci(every=5)
 @by_any_backend
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ONE_KEY)

@@ -233,6 +233,7 @@ def with_odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     return odd.requires_grad_(tensor.requires_grad)
 
 
+@pytest.mark.ci(every=5)
 @BACKENDS
 @each_sample(torch.float32, with_one=True)
 def test_strides_of_dims_of_one_element_say_nothing(

@@ -230,6 +230,7 @@ def tensor_parallel(world: World, kind: str, options: dict[str, Any]) -> Any:
     return outcome(optimizer), outcome(reference), begun
 
 
+@pytest.mark.ci(every=2)
 @each_kind
 @pytest.mark.parametrize("layout", PLACEMENTS)
 def test_shards_do_not_show(on_ranks: OnRanks, kind: str, layout: str) -> None:

@@ -114,6 +114,7 @@ def _routed(rank: int, shape: Shape, tokens: list[list[int]], backend: str = "ao
     return counter.frame_count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "tokens", "graphs"),
     [
@@ -174,6 +175,7 @@ def _other_experts(rank: int, shape: Shape, options: dict[str, Any]) -> None:
     _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("options", [{}, {"payload": "float8"}], ids=str)
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=str)
 def test_ranks_whose_experts_ignore_their_rows_take_part(

@@ -155,6 +155,7 @@ LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize(("model", "values"), LAYOUTS, ids=[str(values) for _, values in LAYOUTS])
 def test_gradients_are_those_of_the_formula_in_other_layouts(
     model: Any, values: dict[str, Any]

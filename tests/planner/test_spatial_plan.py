@@ -79,6 +79,7 @@ def _real(rank: int, name: str, cut: tuple[int, ...]) -> dict[str, int]:
 CUT = [("unet", (2, 2)), ("unet", (3, 1)), ("network", (2, 3)), ("network", (1, 4))]
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize(("name", "cut"), [*CUT, ("unet of volumes", (2, 1, 2))])
 def test_planned_bytes_are_those_of_real_ranks(name: str, cut: tuple[int, ...]) -> None:
     make, shape = MODELS[name]

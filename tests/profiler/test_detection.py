@@ -40,6 +40,7 @@ def named_share(kind: str, seeds: range) -> float:
     return named / len(seeds)
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cause_is_named(kind: str) -> None:
     assert named_share(kind, range(12)) == 1.0

@@ -152,6 +152,7 @@ def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], sectio
     assert worst.since >= FAULT_STEP - 4, found
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize(
     ("kind", "late", "section", "sizes"),
     [

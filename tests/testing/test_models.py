@@ -170,6 +170,7 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], int, dict[str, Any]]
 }
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_is_that_of_one_process(case: str) -> None:
     name, mesh, options, batch_size, more = STEPS[case]

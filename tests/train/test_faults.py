@@ -39,7 +39,7 @@ from fusedops.generation import Decoder
 from fusedops.launch import flight_record
 from fusedops.launch.flight_record import FlightRecord
 from fusedops.launch.processes import Ranks, initialize_distributed
-from fusedops.launch.watchdog import Watchdog, find_stragglers
+from fusedops.launch.watchdog import Watchdog, _StackTimer, find_stragglers
 from fusedops.models import Transformer, preset, save_huggingface
 from fusedops.parallel.comm import collectives
 from fusedops.train import train
@@ -137,6 +137,22 @@ def _suspended(connection: Any, folder: str) -> None:
     connection.send("ends")
 
 
+def _descend(depth: int) -> int:
+    return depth and _descend(depth - 1)
+
+
+def _written_while_running(connection: Any, path: Path) -> None:
+    """Let the timer write the stack again and again while calls begin and end."""
+    with path.open("w") as file:
+        timer = _StackTimer(file)
+        for _ in range(300):
+            timer.restart(1e-4)
+            for _ in range(20):
+                _descend(200)
+        timer.close()
+    connection.send(path.read_text().count("most recent call first"))
+
+
 def test_one_of_a_thousand_stuck_processes_reads_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +176,12 @@ def test_one_of_a_thousand_stuck_processes_reads_the_records(
         requests.append(len(store.method_calls))
     assert requests[0] <= 6 * size + 10 and max(requests[1:]) <= 10
     assert "process 0 is behind the others" in capsys.readouterr().err
+
+
+def test_a_stack_is_written_while_calls_begin_and_end(tmp_path: Path) -> None:
+    process, mine = start_process(_written_while_running, tmp_path / "stacks")
+    assert mine.recv() > 100
+    process.join()
 
 
 @pytest.mark.ci
@@ -191,7 +213,7 @@ def file(tmp_path: Path) -> Path:
 
 def hold_the_lock() -> None:
     """Hang in C without giving the interpreter's lock back: no thread of Python's goes on."""
-    ctypes.PyDLL(None).sleep(100000)
+    ctypes.PyDLL(None).read(os.pipe()[0], bytes(1), 1)
 
 
 KINDS: dict[str, Callable[[], object]] = {

@@ -134,6 +134,7 @@ def _alone(microbatches: int, compute: str) -> Any:
         return _spoiling(0, folder, changes, 0)
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path: Path) -> None:
