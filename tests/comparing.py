@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedops.specs import Sample, Spec
-from fusedops.specs.comparison import ComparisonResult, difference, difference_from_truth
+from fusedops.specs.comparison import ComparisonResult, difference, difference_from_truth, run
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +41,19 @@ def assert_same_bits(got: Any, want: Any, where: str = "") -> None:
             assert_same_bits(*pair, f"{where}[{place}]")
     else:
         assert got == want, where
+
+
+def assert_same_bits_on_threads(spec: Spec, sample: Sample, counts: Sequence[int]) -> None:
+    """Run a call on each number of threads, and compare the results bit for bit."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(run(spec.op, sample))
+    finally:
+        torch.set_num_threads(threads)
+    for count, result in zip(counts, results, strict=True):
+        assert_same_bits(result, results[0], f"{count} threads")
 
 
 def assert_close(

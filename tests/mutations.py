@@ -31,7 +31,7 @@ LIST = ROOT / "tests" / "mutations.toml"
 _SELECTIONS = {
     "": "not ci and not slow and not gpu and not interpreter",
     "ci": "not slow and not gpu and not interpreter",
-    "interpreter": "interpreter and not ci and not slow",
+    "interpreter": "interpreter and not slow",
 }
 _SECONDS, _CHECK_SECONDS = 300, 3600
 _FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)

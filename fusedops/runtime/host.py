@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ _MMAP_THRESHOLD = 1 << 30
 _OLD_MMAP_THRESHOLD = 32 << 20
 _TOP_PAD = 64 << 20
 _NEVER_TRIM = -1
+_IS_MMAPPED = 2  # a flag in the size that glibc keeps in front of a block
 
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -140,22 +140,18 @@ def other_allocator() -> str | None:
 def maps_large_blocks() -> bool | None:
     """Return whether the C library makes a fresh mapping for each large block.
 
-    It asks for one of 64 MiB and looks at glibc's own count of mappings; ``None`` when this is
-    not glibc.
+    It asks for one of 64 MiB and reads its flags; ``None`` when this is not glibc.
     """
     libc = _glibc()
     if libc is None or other_allocator() is not None:
-        return None
-    before = _mapped_blocks(libc)
-    if before is None:
         return None
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     block = libc.malloc(64 << 20)
-    after = _mapped_blocks(libc)
+    size_and_flags = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
     libc.free(block)
-    return after is not None and after > before
+    return bool(size_and_flags & _IS_MMAPPED)
 
 
 def _tune_huge_pages() -> SettingChange | None:
@@ -343,24 +339,6 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") else None
-
-
-class _MallInfo2(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-def _mapped_blocks(libc: ctypes.CDLL) -> int | None:
-    if not hasattr(libc, "mallinfo2"):
-        return None
-    read: Callable[[], _MallInfo2] = libc.mallinfo2
-    libc.mallinfo2.restype = _MallInfo2
-    return int(read().hblks)
 
 
 def _huge_page_mode() -> str | None:

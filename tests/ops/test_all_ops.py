@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_bits, assert_within_budget
+from comparing import (
+    assert_close,
+    assert_same_bits,
+    assert_same_bits_on_threads,
+    assert_within_budget,
+)
 from covering import covering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -449,17 +454,7 @@ def test_bad_input_is_named(spec: Spec, bad: BadInput, backend: str | None) -> N
 @by_spec
 def test_same_bits_over_repeats_and_thread_counts(spec: Spec) -> None:
     for dtype, case in itertools.product((torch.float32, torch.bfloat16), spec.bench_cases[-1:]):
-        sample = case.make(CPU, dtype)
-        threads = torch.get_num_threads()
-        results = []
-        try:
-            for count in (2, 1, 3, 2):
-                torch.set_num_threads(count)
-                results.append(run(spec.op, sample))
-        finally:
-            torch.set_num_threads(threads)
-        for other in results[1:]:
-            assert_same_bits(other, results[0])
+        assert_same_bits_on_threads(spec, case.make(CPU, dtype), (2, 1, 3, 2))
 
 
 @by_spec

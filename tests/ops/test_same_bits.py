@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparing import assert_same_bits
+from comparing import assert_same_bits, assert_same_bits_on_threads
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -66,16 +66,7 @@ def test_any_number_of_threads(label: str, dtype: torch.dtype) -> None:
         for i, each in enumerate(given)
     ]
     spec, sample = all_specs()[label.split(",")[0]], Sample(label, tuple(args), options)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            results.append(run(spec.op, sample))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert_same_bits(other, results[0])
+    assert_same_bits_on_threads(spec, sample, (1, 2, 3, 5))
 
 
 def halves(rows: int, columns: int) -> list[torch.Tensor]:

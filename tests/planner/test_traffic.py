@@ -161,19 +161,6 @@ def test_large_gradients_take_as_many_calls_as_buckets() -> None:
     assert sent.bytes == pytest.approx(size, rel=1e-3)
 
 
-TINY_MIXTRAL = replace(
-    preset("mixtral-8x7b"),
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=48,
-    vocab_size=64,
-    seq_len=16,
-    num_experts=4,
-)
-
-
 def _bytes(tensors: Any) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
@@ -203,7 +190,7 @@ def _stored(rank: int, values: dict[str, Any]) -> tuple[int, int, int]:
 
     Stages 1 and 2 keep gathered weights until the backward, stage 3 keeps only its shards.
     """
-    engine = parallelize(Transformer(TINY_MIXTRAL), ParallelConfig(microbatches=2, **values))
+    engine = parallelize(Transformer(MIXTRAL), ParallelConfig(microbatches=2, **values))
     optimizer = engine.optimizer()
     parameters = list(engine.model.parameters())
     masters = [p for p in parameters if p.dtype == torch.float32]  # what zero shards is one
@@ -226,13 +213,13 @@ def test_bytes_of_mixed_precision_are_those_that_a_rank_has(values: dict[str, An
     values = values | {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     ranks = ParallelConfig(**values).sizes.ranks
     layout = Layout(ParallelConfig(microbatches=2, **values))
-    estimated = estimate(TINY_MIXTRAL, layout, devices=ranks)
+    estimated = estimate(MIXTRAL, layout, devices=ranks)
     expected = estimated.weights, estimated.gradients, estimated.states
     assert threads.run(_stored, ranks, values) == [expected] * ranks
 
 
 def _accumulated(rank: int, dtype: torch.dtype, values: dict[str, Any]) -> int:
-    model = Transformer(TINY_MIXTRAL).to(dtype)
+    model = Transformer(MIXTRAL).to(dtype)
     return _bytes_of_step(parallelize(model, ParallelConfig(microbatches=2, **values)))[0]
 
 
@@ -253,5 +240,5 @@ def test_gradients_have_the_dtype_in_which_they_are_accumulated(
     values = values | {"dp": 2}
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     layout = Layout(ParallelConfig(microbatches=2, **values), TrainingShape(precision=precision))
-    expected = estimate(TINY_MIXTRAL, layout, devices=2).gradients
+    expected = estimate(MIXTRAL, layout, devices=2).gradients
     assert threads.run(_accumulated, 2, dtype, values) == [expected] * 2
