@@ -143,16 +143,6 @@ def _on_worlds(pool: Any, size: int) -> Callable[..., list[Any]]:
     return functools.partial(pool.run, with_world, size)
 
 
-@pytest.fixture
-def on_new_world(_pool: Any) -> Callable[..., list[Any]]:
-    """``on_new_world(function, *args)`` calls ``function(rank, *args)`` on two ranks."""
-
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return _pool.run(function, 2, *args)
-
-    return run
-
-
 def pytest_collection_finish() -> None:
     _keep()
 

@@ -373,10 +373,10 @@ def _experts(rank: int, folder: str) -> None:
 
 
 def test_gradients_of_divided_experts_are_those_of_one_process(
-    tmp_path: Path, on_new_world: Callable[..., Any]
+    tmp_path: Path, on_processes: Callable[..., Any]
 ) -> None:
     CORE["Qwen3Moe"].model().save_pretrained(tmp_path)
-    on_new_world(_experts, str(tmp_path))
+    on_processes(_experts, 2, str(tmp_path))
 
 
 def _planned(rank: int, folder: str) -> None:
@@ -393,7 +393,7 @@ def _planned(rank: int, folder: str) -> None:
 
 
 def test_a_patched_model_under_transformers_plan_gives_the_gradients_of_one_process(
-    tmp_path: Path, on_new_world: Callable[..., Any]
+    tmp_path: Path, on_processes: Callable[..., Any]
 ) -> None:
     DENSE["Llama"].model(vocab_size=98).save_pretrained(tmp_path)
-    on_new_world(_planned, str(tmp_path))
+    on_processes(_planned, 2, str(tmp_path))
