@@ -67,7 +67,7 @@ inline at::Tensor normalized_of(const NormBackwardInputs& in) {
   return in.normalized.to(is_wide ? at::kFloat : in.normalized.scalar_type()).contiguous();
 }
 
-// The gradient of input is left out where it is that of residual (see Gradient.same).
+// The gradient of input is left out where it is that of residual (Gradient.aliases).
 struct NormGradients {
   at::Tensor input;
   at::Tensor residual;
@@ -149,7 +149,7 @@ struct NormOperators {
     const bool drops = dropout.threshold != 0;
     const auto dtype = in.normalized.scalar_type();
     const auto parameter = x.options().dtype(w.defined() ? w.scalar_type() : dtype);
-    // As wanted_gradients() in fusedops/ops/_residual.py.
+    // As computed_gradients() in fusedops/kernels/_norm_arguments.py.
     const bool differs = !in.wanted[1] || drops || in.input_dtype != dtype;
     NormGradients grads;
     if (in.wanted[0] && differs)

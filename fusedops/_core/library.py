@@ -1,10 +1,9 @@
 """``define_op``: from a description to a torch op, by means of ``torch.library``.
 
-One description gives two dispatcher ops, ``fusedops::X`` and ``fusedops::X_backward``, with all
-that ``docs/architecture.md`` lists (From description to operator). With the compiled library,
-autograd, autocast and CPU routing are generic boxed C++ kernels (``csrc/autograd.cpp``,
-``csrc/router.cpp``): a small call then costs about as much as torch's own. Without it, the same is
-done here in Python.
+One description gives two dispatcher ops, ``fusedops::X`` and ``fusedops::X_backward``
+(``docs/dev/operators.md``). With the compiled library, autograd, autocast and CPU routing are
+generic boxed C++ kernels (``csrc/autograd.cpp``, ``csrc/router.cpp``): a small call then costs
+about as much as torch's own. Without it, the same is done here in Python.
 """
 
 from __future__ import annotations

@@ -100,11 +100,10 @@ def computed_gradients(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[bool, ...]:
-    """Return which gradients the backward of sum and norm computes, of those asked for.
+    """Return which requested gradients of input, residual and parameters the backward computes.
 
-    Of input, residual and the norm's parameters. Not what is the same: without dropout and cast,
-    ``input`` has the gradient of ``residual``; nor what is nothing: without ``grad_normed`` the
-    parameters have none.
+    Without dropout and cast, ``input`` has the gradient of ``residual``, which is computed once.
+    Without ``grad_normed`` the parameters have no gradient.
     """
     same_dtype = input_dtype == sharding.meta(summed).dtype
     same = output_mask[1] and philox.threshold(dropout_p) == 0 and same_dtype

@@ -39,12 +39,12 @@ from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
 
 class Loss(NamedTuple):
-    """The parts of a loss, as sums: what shards of a batch have are added, then divided.
+    """The parts of a loss; callers add the first two over micro-batches, and average the third.
 
     Attributes:
         total: cross-entropy summed over the targets, a float32 scalar.
-        num_tokens: how many targets there are, an int64 scalar.
-        auxiliary: the routers' losses summed over the layers, each a mean over the tokens; a
+        num_tokens: how many targets there are, an int64 scalar; ``total`` is divided by it.
+        auxiliary: the sum over the layers of the routers' losses, each a mean over the tokens, a
             float32 scalar.
     """
 
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         context: ForwardContext,
         query_input_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``[B, S, H]``; queries are computed from ``query_input_BSH`` if it is given."""
+        """Return ``[B, S, H]``; a query layer (PanGu) gives queries an input of their own."""
         heads = self.project_qkv(x_BSH, context, query_input_BSH)
         return self.output(self.attend(*heads, context))
 
@@ -120,6 +120,7 @@ class Attention(nn.Module):
         if config.alibi:
             heads = slice(self.first_head, self.first_head + self.num_heads)
             slopes = alibi_slopes(config.num_heads, query_BNSD.device)[heads]
+        # The window has the query's own position; then, keys to its left and to its right.
         window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
         dropout_p = config.attention_dropout if self.training else 0.0
         output_BNSD = context.attention_of(self.index)(
@@ -140,7 +141,7 @@ class Layer(nn.Module):
     """Attention and feed-forward part, each added to the residual stream.
 
     ``x += attention(norm(x))``, then ``x += feed_forward(norm(x))``; with ``post_norm`` (BERT) the
-    sums are normalised instead. The first sum and the norm after it are one operator.
+    sums are normalised instead. A sum and the norm after it are one operator (``adds``).
 
     Attributes:
         balancing: counts the router's choices for its bias, ``None`` where it has none.

@@ -9,6 +9,7 @@ import torch
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops._norm_op import NormOp
 
+# Schema, checks, reference and gradient are shared by the four norms: ``_norm_op.py``.
 _OP = NormOp(centred=True, residual=False, name="layer_norm").define()
 
 
@@ -54,4 +55,4 @@ def layer_norm(
         tensor([[-1.2247,  0.0000,  1.2247]])
     """
     normalized_shape = plain_sizes(normalized_shape)
-    return _OP(input, normalized_shape, weight, bias, eps)[0]
+    return _OP(input, normalized_shape, weight, bias, eps)[0]  # without the saved statistics

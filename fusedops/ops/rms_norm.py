@@ -13,7 +13,7 @@ from fusedops.ops._norm_op import NormOp
 
 ROUNDINGS = _norm_math.ROUNDINGS
 
-
+# The function below checks, because the default of eps depends on the dtype of the input.
 _OP = NormOp(centred=False, residual=False, name="rms_norm").define(checked=False)
 
 

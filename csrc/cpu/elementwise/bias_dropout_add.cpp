@@ -51,7 +51,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
   const auto numbers = dense(seed);
   const auto dropout = row_dropout_of(numbers, p);
   at::Tensor dx, dbias, partials;
-  // Otherwise the gradient of input is grad_output itself: see Gradient.same.
+  // Otherwise the gradient of input is grad_output itself (Gradient.aliases).
   const bool differs = dropout.active() || input_dtype != dy.scalar_type();
   if (output_mask[0] && differs) dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
   if (output_mask[1]) dbias = at::empty(bias->sizes(), bias->options());

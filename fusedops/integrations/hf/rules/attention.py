@@ -87,6 +87,11 @@ def attend(
     # guard on symbolic sizes.
     is_prefill = query.shape[2] == key.shape[2] or query.shape[2] > 1
     causal = attention_mask is None and causal and is_prefill
+    if causal and query.shape[2] != key.shape[2]:
+        # No query sees the later keys of a cache: one that is allocated, or that a checkpointed
+        # layer has filled once before its second forward, whose saved tensors must be the same.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     if position_bias is not None:
         attention_mask = create_position_bias_mask(
             position_bias, attention_mask, causal, query, key
