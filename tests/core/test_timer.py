@@ -65,13 +65,9 @@ def test_contended_samples_and_outliers_do_not_count() -> None:
 
 
 def test_only_contended_samples_are_reported_as_not_trusted() -> None:
-    clock = ScriptedClock(
-        {
-            "quiet": steady(1.0),
-            "busy": itertools.cycle([(12.0, True), (4.0, True)]),
-        }
-    )
-    timing = measure(variants("quiet", "busy"), clock, TimingPlan(least=3, most=8, seconds=0.001))
+    scripts = {"quiet": steady(1.0), "busy": itertools.cycle([(12.0, True), (4.0, True)])}
+    plan = TimingPlan(least=3, most=8, seconds=0.001)
+    timing = measure(variants(*scripts), ScriptedClock(scripts), plan)
     assert timing.trusted("quiet") and not timing.trusted("busy")
     # Not 12: the shortest sample is the nearest to an undisturbed one.
     assert timing.ratio("busy", "quiet").median == 4.0

@@ -163,8 +163,9 @@ def test_dropout_of_all_branches_is_seen_wherever_stock_has_it(family: Family) -
 
 
 @with_table
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("own_products")
-def test_gradient_checkpointing_repeats_the_dropout(family: Family) -> None:
+def test_gradient_checkpointing_repeats_the_dropout(family: Family, reentrant: bool) -> None:
     patched, _ = family.pair(**dict.fromkeys(family.dropout, 0.3))
     complete = gradients(patched, family.loss)
     with counted() as once:
@@ -172,7 +173,9 @@ def test_gradient_checkpointing_repeats_the_dropout(family: Family) -> None:
     assert all(torch.equal(complete[name], again[name]) for name in complete)
     if family.dropout:
         assert not torch.equal(family.loss(patched), family.loss(patched))
-    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        patched.enable_input_require_grads()
     with counted() as twice:
         recomputed = gradients(patched, family.loss)
     for op in ("attention", "mlp", "moe_mlp"):
