@@ -96,6 +96,10 @@ _FALLBACKS = {"90 by pointers": "90", "120": "80"}
 # replaces would spill there: 3.9 keeps more in registers than 3.7 and 3.8, 3.6 needs more.
 _EXCEPTIONS = (
     ((0, 0), (3, 7), ("keys", "plain", "100", 128), (32, 128, 8, 2)),
+    ((0, 0), (3, 7), ("keys", "rich", "120", 128), (32, 32, 8, 2)),
+    ((0, 0), (3, 7), ("queries", "rich", "100", 256), (16, 32, 8, 2)),
+    ((3, 8), (3, 9), ("keys", "rich", "90 by pointers", 64), (32, 64, 4, 2)),
+    ((3, 8), (99, 0), ("keys", "rich", "90 by pointers", 128), (16, 128, 8, 2)),
     ((3, 9), (99, 0), ("forward", "plain", "90 by pointers", 128), (128, 64, 8, 2)),
     ((3, 9), (99, 0), ("keys", "plain", "90 by pointers", 128), (32, 128, 8, 2)),
 )

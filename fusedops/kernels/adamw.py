@@ -112,9 +112,6 @@ def _step_kernel(
         size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)
     if VECTORIZES:
         size = tl.multiple_of(size, 16)
-    step_size = tl.load(scalars_ptr + 3 * tensor)
-    inverse_root = tl.load(scalars_ptr + 3 * tensor + 1)
-    decay = tl.load(scalars_ptr + 3 * tensor + 2)
 
     i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
@@ -156,6 +153,10 @@ def _step_kernel(
             copy = tl.multiple_of(copy, 16)
         held = tl.load(copy + i, mask=mask, other=0.0)
         p = tl.where(p.to(held.dtype).to(tl.float32) == held.to(tl.float32), p, held.to(tl.float32))
+    # Loaded here, or Triton 3.9 spills on sm_120.
+    step_size = tl.load(scalars_ptr + 3 * tensor)
+    inverse_root = tl.load(scalars_ptr + 3 * tensor + 1)
+    decay = tl.load(scalars_ptr + 3 * tensor + 2)
     moved = m / (tl.sqrt_rn(v) * inverse_root + eps)
     p -= decay * p + step_size * moved
     if DRAW_PARAM:

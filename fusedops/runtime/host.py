@@ -223,22 +223,15 @@ def _look_at_huge_pages() -> HostFinding | None:
     if mode is None:
         return None
     if mode == "never":
-        return HostFinding(
-            "huge pages",
-            False,
-            "switched off in the kernel",
-            "more page faults and TLB misses on large tensors",
-            f"echo madvise | sudo tee {_THP}",
-        )
+        cost = "more page faults and TLB misses on large tensors"
+        cure = f"echo madvise | sudo tee {_THP}"
+        return HostFinding("huge pages", False, "switched off in the kernel", cost, cure)
     if mode == "always" or _gets_huge_pages():
         return HostFinding("huge pages", True, f"{mode}, and tensors get them")
-    return HostFinding(
-        "huge pages",
-        False,
-        f"{mode}, and tensors do not ask for them",
-        "large tensors sit on 4 KiB pages; with fresh mappings about twice the page-fault time",
-        f"fusedops.tune_host() before the first tensor, or start with {env.HUGE_PAGES}=1",
-    )
+    state = f"{mode}, and tensors do not ask for them"
+    cost = "large tensors sit on 4 KiB pages; with fresh mappings about twice the page-fault time"
+    cure = f"fusedops.tune_host() before the first tensor, or start with {env.HUGE_PAGES}=1"
+    return HostFinding("huge pages", False, state, cost, cure)
 
 
 def _look_at_threads() -> HostFinding:
@@ -256,13 +249,10 @@ def _look_at_quota() -> HostFinding | None:
     allowed = len(allowed_cpus())
     if quota is None or quota >= allowed:
         return None
-    return HostFinding(
-        "CPU quota",
-        False,
-        f"the container may use {quota:g} of {allowed} CPUs' time",
-        "the kernel stops all threads once the quota of a period is used up",
-        f"pin instead: docker run --cpuset-cpus=0-{max(0, int(quota) - 1)}",
-    )
+    state = f"the container may use {quota:g} of {allowed} CPUs' time"
+    cost = "the kernel stops all threads once the quota of a period is used up"
+    cure = f"pin instead: docker run --cpuset-cpus=0-{max(0, int(quota) - 1)}"
+    return HostFinding("CPU quota", False, state, cost, cure)
 
 
 def _look_at_instruction_set() -> HostFinding:
@@ -293,13 +283,9 @@ def _look_at_load() -> HostFinding | None:
     state = f"load {load:.1f} on {cores} CPUs"
     if load < 0.5 * cores:
         return HostFinding("other processes", True, state)
-    return HostFinding(
-        "other processes",
-        False,
-        state,
-        "one busy neighbour makes each OpenMP barrier wait 8 to 16 ms",
-        "stop other work while measuring (look with `top`)",
-    )
+    cost = "one busy neighbour makes each OpenMP barrier wait 8 to 16 ms"
+    cure = "stop other work while measuring (look with `top`)"
+    return HostFinding("other processes", False, state, cost, cure)
 
 
 def _look_at_governor() -> HostFinding | None:
@@ -308,13 +294,9 @@ def _look_at_governor() -> HostFinding | None:
         return None
     if governor in ("performance", "schedutil"):
         return HostFinding("frequency governor", True, governor)
-    return HostFinding(
-        "frequency governor",
-        False,
-        governor,
-        "short bursts run before the clock has risen",
-        "sudo cpupower frequency-set -g performance",
-    )
+    cost = "short bursts run before the clock has risen"
+    cure = "sudo cpupower frequency-set -g performance"
+    return HostFinding("frequency governor", False, governor, cost, cure)
 
 
 def _look_at_numa() -> HostFinding | None:
@@ -325,13 +307,10 @@ def _look_at_numa() -> HostFinding | None:
     spanned = sum(bool(allowed & _cpu_list(path.read_text())) for path in nodes)
     if spanned < 2:
         return HostFinding("memory nodes", True, f"this process is bound to one of {len(nodes)}")
-    return HostFinding(
-        "memory nodes",
-        False,
-        f"this process spans {spanned} memory nodes",
-        "a core may read the memory of another node, at about half the bandwidth",
-        "numactl --cpunodebind=0 --membind=0 COMMAND",
-    )
+    state = f"this process spans {spanned} memory nodes"
+    cost = "a core may read the memory of another node, at about half the bandwidth"
+    cure = "numactl --cpunodebind=0 --membind=0 COMMAND"
+    return HostFinding("memory nodes", False, state, cost, cure)
 
 
 def _glibc() -> ctypes.CDLL | None:
