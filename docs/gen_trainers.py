@@ -35,10 +35,10 @@ PROSE = {
         "transformers Trainer",
         """
 Call `use_fused_kernels(trainer)` between `Trainer(model=model, ...)` and `train`
-([integrations](integrations.md)), or `fusedops.patch(model)` before `Trainer(...)` if no adapters
-are added later; nothing else changes. Labels stay in the batch, so the fused loss runs. Label
-smoothing removes them from the batch, and then the loss is stock. Checkpoints have the format of
-the stock model, and resume with or without `patch`.
+([integrations](integrations.md#transformers-trainer-and-trl)), or `fusedops.patch(model)` before
+`Trainer(...)` if no adapters are added later; nothing else changes. Labels stay in the batch, so
+the fused loss runs. Label smoothing removes them from the batch, and then the loss is stock.
+Checkpoints have the format of the stock model.
 """,
     ),
     "accelerate": (
@@ -54,18 +54,18 @@ names.
         """
 Without adapters, call `fusedops.patch(model)` and pass the model to `SFTTrainer` or `DPOTrainer`.
 With `peft_config=`, call `use_fused_kernels(trainer)` between its construction and `train`
-([example](integrations.md)), when trl has added the adapters. Both compute the
-loss themselves, from the head or from the logits, so everything except the loss runs fused. trl's
-`use_liger_kernel` changes the same modules: use one of the two.
+([example](integrations.md#transformers-trainer-and-trl)), when trl has added the adapters. Both
+compute the loss themselves, from the head or from the logits, so everything except the loss runs
+fused. trl's `use_liger_kernel` changes the same modules: use one of the two.
 """,
     ),
     "peft": (
         "peft",
         """
-Call `fusedops.patch(model)` after `get_peft_model`: the report then lists the layers that adapters
-keep stock. A layer whose linear module has an adapter runs its own forward, because the adapter
-must be called; all other layers stay fused. `merge_and_unload` and a second `patch` fuse merged
-layers too.
+Call `fusedops.patch(model)` after `get_peft_model`. A linear layer with an adapter runs peft's
+forward, whose matrix products are fused one by one; of a gated feed-forward layer with such layers
+only the gate is fused (`swiglu`). All other layers are fused as without adapters.
+`merge_and_unload` and a second `patch` fuse merged layers too.
 """,
     ),
     "lightning": (
@@ -113,8 +113,8 @@ gets a quantised weight: such a layer runs its original forward, and with it tor
 
 # Columns of the tables -> their meaning.
 COLUMNS = {
-    "runs fused": "the fused ops that ran, and their calls in one process, backward included. "
-    "*All* of a Llama are {ops}. The count shows that the ops ran; more calls are not more speed",
+    "runs fused": "the fused ops that ran, in some modules at least, backward included. *All* of a "
+    "Llama are {ops}",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
@@ -141,7 +141,9 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"This page lists the trainers and libraries in which a patched model was tested, and "
             f"what ran fused. Each row trains the stock and the patched model with the same seeds "
             f"and data: ten steps of plain gradient descent of a model of two layers on the CPU; "
-            f"several processes communicate by gloo. `make test-clients` runs them with torch "
+            f"several processes communicate by gloo. Other optimizers, schedules and clipping were "
+            f"not part of it: they read gradients, which are compared. `make test-clients` runs "
+            f"the rows with torch "
             f"{_list({row['torch'] for row in rows})}, transformers "
             f"{_list({row['transformers'] for row in rows})}. They compare numbers: the speed of "
             f"patched models in trainers has not been measured.",
@@ -212,9 +214,8 @@ def _found(row: dict[str, Any]) -> list[str]:
 
 
 def _fused(row: dict[str, Any]) -> str:
-    calls = sum(row["fused"].values())
     ran = {op for op in row["fused"] if not op.endswith("_backward")}
-    if not calls:
+    if not ran:
         return "-"
     missing, more = sorted(set(ALL) - ran), sorted(ran - set(ALL))
     if row["model"] != "Llama":
@@ -224,7 +225,7 @@ def _fused(row: dict[str, Any]) -> str:
         text = ", and in addition ".join(parts + ([_names(more)] if more else []))
     else:
         text = "all"
-    return f"{text}; {calls} calls"
+    return text
 
 
 def _names(ops: Any) -> str:
