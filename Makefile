@@ -61,7 +61,7 @@ setup: .venv/.editable .venv/.models native
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-native: .venv/.packages
+native: .venv/.editable
 	@$(NATIVE)
 
 demo: setup

@@ -63,8 +63,8 @@ fused. trl's `use_liger_kernel` changes the same modules: use one of the two.
         "peft",
         """
 Call `fusedops.patch(model)` after `get_peft_model`. A linear layer with an adapter runs peft's
-forward, whose matrix products are fused one by one; of a gated feed-forward layer with such layers
-only the gate is fused (`swiglu`). All other layers are fused as without adapters.
+forward, in which each matrix product is a call of `linear_act`; of a gated feed-forward layer with
+such layers only the gate is fused (`swiglu`). All other layers are fused as without adapters.
 `merge_and_unload` and a second `patch` fuse merged layers too.
 """,
     ),
@@ -89,7 +89,7 @@ CPU DeepSpeed tries to compile an extension for shared memory; the tests run wit
         """
 Build the model with the local layer spec (of Transformer Engine's layer spec nothing is replaced),
 then call `fusedops.patch(model)`. The norms, feed-forward layers and attention run fused. Parallel
-linear layers that communicate are called.
+linear layers that communicate run their own forward.
 """,
     ),
     "torch": (
@@ -113,8 +113,8 @@ gets a quantised weight: such a layer runs its original forward, and with it tor
 
 # Columns of the tables -> their meaning.
 COLUMNS = {
-    "runs fused": "the fused ops that ran, in some modules at least, backward included. *All* of a "
-    "Llama are {ops}",
+    "runs fused": "ops that ran fused, forward and backward, in at least one module. *All* means all of "
+    "these ops, not all modules: {ops} (Llama)",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
@@ -142,7 +142,7 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"what ran fused. Each row trains the stock and the patched model with the same seeds "
             f"and data: ten steps of plain gradient descent of a model of two layers on the CPU; "
             f"several processes communicate by gloo. Other optimizers, schedules and clipping were "
-            f"not part of it: they read gradients, which are compared. `make test-clients` runs "
+            f"not part of it. `make test-clients` runs "
             f"the rows with torch "
             f"{_list({row['torch'] for row in rows})}, transformers "
             f"{_list({row['transformers'] for row in rows})}. They compare numbers: the speed of "

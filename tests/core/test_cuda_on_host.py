@@ -34,7 +34,7 @@ from fusedops.specs.make import randn
 
 OPS = [name for name in cuda_on_host.kernel_names() if not name.endswith("_backward")]
 # The compilation of all kernels takes half a minute.
-pytestmark = pytest.mark.ci(every=4)
+pytestmark = pytest.mark.ci(every=7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD, BACKWARD, DRAWN = 0, 1, 2  # orders of threads and blocks
 CPU = torch.device("cpu")

@@ -54,13 +54,8 @@ def run(folder: Path) -> dict[str, dict[str, Any]]:
     rows = folder / "rows.jsonl"
     command = [*first_gpu._pytest(SimpleNamespace(rows=rows), ["test_planted.py"])]  # type: ignore[arg-type]
     command += ["-n", "2", "--max-worker-restart", "10", "--gpu-hang", "3"]
-    subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": PATHS},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    silent = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": PATHS}, **silent)  # type: ignore[call-overload]
     return {row["test"].split("[")[1].rstrip("]"): row for row in first_gpu.read(rows)}
 
 

@@ -224,7 +224,7 @@ def model_that_keeps(world: Any, name: str, values: dict[str, Any]) -> int:
     return nbytes
 
 
-@pytest.mark.ci(every=2)
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -285,7 +285,7 @@ def _with_new_floats(spec: Spec) -> set[str]:
     return names
 
 
-@pytest.mark.ci(every=4)
+@pytest.mark.ci(every=7)
 @in_first_tier(covering)
 def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
     # A number that becomes an input of the graph costs a second trace: once for each number.

@@ -241,6 +241,7 @@ def test_shards_do_not_show(on_ranks: OnRanks, kind: str, layout: str) -> None:
         assert_same_bits(sharded, whole)
 
 
+@pytest.mark.ci(every=5)
 @each_kind
 @pytest.mark.parametrize(
     "options", [{}, ROUNDED, MASTERS, CLIPPED], ids=["plain", "rounded", "masters", "clipped"]

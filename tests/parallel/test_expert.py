@@ -43,6 +43,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 each_dtype = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
 
 
+@pytest.mark.ci(every=3)
 @each_dtype
 @pytest.mark.parametrize("shape", [(1,), (2,), (4,), (8,), (1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 def test_sharded_experts_give_the_bits_of_one_process(shape: Shape, dtype: torch.dtype) -> None:

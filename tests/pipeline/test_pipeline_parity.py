@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize("case", CASES)
 def test_stages_compute_what_one_process_does(case: str) -> None:
     name, values = CASES[case]

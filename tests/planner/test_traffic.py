@@ -136,7 +136,7 @@ EXPERTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.ci(every=3)
+@pytest.mark.ci(every=5)
 @pytest.mark.parametrize("options", EXPERTS, ids=str)
 def test_experts_send_about_what_even_routing_would(options: dict[str, Any]) -> None:
     """Calls of each kind are those recorded, bytes of all-to-alls close, and all others the same.

@@ -66,6 +66,7 @@ def test_a_run_without_a_good_checkpoint_does_not_resume(tmp_path: Path) -> None
         train(given, ["steps=6"])
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize("bad", [1, 2])
 def test_a_run_whose_last_steps_were_skipped_is_not_done(

@@ -144,6 +144,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize("ranks", WORLDS)
 @on_threads("ranks")
 def test_layers_equal_one_process(rank: int, ranks: int) -> None:
