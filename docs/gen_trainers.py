@@ -113,8 +113,8 @@ gets a quantised weight: such a layer runs its original forward, and with it tor
 
 # Columns of the tables -> their meaning.
 COLUMNS = {
-    "runs fused": "ops that ran fused, forward and backward, in at least one module. *All* means all of "
-    "these ops, not all modules: {ops} (Llama)",
+    "runs fused": "ops that ran fused, forward and backward, in at least one module. *All* means "
+    "all of these ops, not all modules: {ops} (Llama)",
     "falls back": "modules that were not replaced or ran their "
     "[original forward](patching.md#when-the-original-forward-runs), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
