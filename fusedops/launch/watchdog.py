@@ -79,9 +79,9 @@ class Watchdog:
             return
         self._ended.set()
         self._stuck.set()  # wakes the thread of heartbeats, which then sees that all has ended
-        self._timer.close()
         for thread in self._threads:
             thread.join(self._period)
+        self._timer.close()  # after the thread that restarts it
         if isinstance(error, RuntimeError) and self._ranks.size > 1:
             self._save_record(f"{error}")
         self._stacks.close()

@@ -60,7 +60,7 @@ def test_checkpointed_layers_train_as_stock(family: Family) -> None:
     try:
         family.loss(stock).backward()
     except RuntimeError:
-        return  # stock fails, too: a mask does not fit the cache
+        pytest.skip("stock fails, too: the cache is filled")
     assert_same_training(patched, stock, family.loss)
 
 
