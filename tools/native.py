@@ -1,8 +1,6 @@
 """Builds the compiled libraries with ninja: shared by setup.py, the Makefile and the tests.
 
-    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so, _host.abi3.so, and
-                                          # _cuda.so if it can
-    python tools/native.py check-cuda     # compiles everything under csrc/cuda; needs nvcc, no GPU
+    python tools/native.py build    # fusedops/lib/libfusedops_{cpu,host.abi3,cuda}.so, as it can
     python tools/native.py clean
 
 What is compiled is found by name:
@@ -23,7 +21,8 @@ before the instruction set is known, is an error.
 
 ``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has:
 for a build in place), ``all`` (what a wheel gets), or names with commas.
-A build that has more than is asked for is left as it is. The tile instructions of AMX are left out
+A build that has more than is asked for is left as it is. ``FUSEDOPS_CUDA_ARCHS=sm_90`` compiles for
+that GPU alone, which takes a third of the time. The tile instructions of AMX are left out
 where the assembler does not know them (``knows_tiles``).
 
 ``FUSEDOPS_SANITIZE=address,undefined`` makes another library, in a folder of its own, that watches
@@ -58,7 +57,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # setup.py and others load this by path
-from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS, WIDE_COPIES, gencode
+from native_flags import ARCHITECTURES, CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS, WIDE_COPIES, gencode
 
 sys.path.pop(0)
 
@@ -145,10 +144,14 @@ def cuda_home() -> Path | None:
     return None
 
 
-def _gpus(nvcc: str) -> list[str]:
-    """Return the GPUs that an nvcc compiles for: ``["sm_75", "sm_80", ...]``."""
+def gpus(nvcc: str) -> list[str]:
+    """Return the GPUs to compile for (``FUSEDOPS_CUDA_ARCHS``), of those that an nvcc knows."""
+    asked = os.environ.get("FUSEDOPS_CUDA_ARCHS")
+    names = asked.split(",") if asked else ARCHITECTURES
+    if not set(names) <= set(ARCHITECTURES):
+        raise BuildError(f"FUSEDOPS_CUDA_ARCHS={asked}: the names are {', '.join(ARCHITECTURES)}")
     done = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
-    return done.stdout.split()
+    return [name for name in names if name in done.stdout.split()]
 
 
 def compiler() -> str:
@@ -498,7 +501,7 @@ def _rules() -> dict[str, str]:
     }
     if cuda_home():
         program = f"{cuda_home()}/bin/nvcc"
-        nvcc = shlex.join([program, *gencode(_gpus(program)), *NVCC_FLAGS, f"-I{CSRC}"])
+        nvcc = shlex.join([program, *gencode(gpus(program)), *NVCC_FLAGS, f"-I{CSRC}"])
         # ptxas reports on stderr; it is kept beside the object for tools/cuda_report.py.
         rules["nvcc"] = (
             f"{nvcc} -ccbin {compiler()} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "
@@ -579,12 +582,10 @@ def _main(arguments: Sequence[str]) -> int:
         case ["build"]:
             for path in build(verbose=verbose):
                 print(path.relative_to(ROOT))
-        case ["check-cuda"]:
-            print(check_cuda(verbose=verbose))
         case ["clean"]:
             clean()
         case _:
-            print("usage: python tools/native.py build|check-cuda|clean [-v]", file=sys.stderr)
+            print("usage: python tools/native.py build|clean [-v]", file=sys.stderr)
             return 2
     return 0
 

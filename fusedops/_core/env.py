@@ -3,6 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
+| ``FUSEDOPS_CUDA_ARCHS`` | GPUs to build for (``sm_90``); only the build reads it | all four |
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
@@ -37,6 +38,7 @@ _PREFIX = "FUSEDOPS_"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KNOWN = (
     "BACKEND",
+    "CUDA_ARCHS",
     "DISABLE_NATIVE",
     "ISAS",
     "LIBRARY",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from typing import Any
 
+import fresh_process
 import pytest
 import torch
 from bench_records import invoke
@@ -98,14 +96,12 @@ def test_command_exits_1_when_an_op_is_wrong(specs: dict[str, Spec]) -> None:
 
 @pytest.mark.ci
 def test_json_is_alone_on_stdout() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fusedops", "doctor", "--device", "cpu", "--json"],
-        env=os.environ | {"FUSEDOPS_BACKEND": "torch"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    code = """
+        import runpy, sys
+        sys.argv = ["fusedops", "doctor", "--device", "cpu", "--json"]
+        runpy.run_module("fusedops", run_name="__main__")
+    """
+    done = fresh_process.run(code, check=True, FUSEDOPS_BACKEND="torch")
     record = json.loads(done.stdout)
     assert record["versions"]["torch"] == torch.__version__
     assert [machine["device"] for machine in record["machines"]] == ["cpu"]

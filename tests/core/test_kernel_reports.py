@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import kernel_report
+import native
 import native_flags
 import pytest
 import report_table
@@ -97,13 +98,21 @@ def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatc
     assert tiles == [64, 64, 32, 32, 32]
 
 
-def test_nvcc_compiles_for_the_gpus_that_it_knows() -> None:
-    assert native_flags.gencode(["sm_75", "sm_80", "sm_90"]) == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-    ]
-    newer = native_flags.gencode(["sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
-    assert newer[2:] == [f"-gencode=arch=compute_{each},code=sm_{each}" for each in (100, 120)]
+def test_nvcc_compiles_for_the_gpus_that_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho sm_75 sm_80 sm_90 sm_103 sm_120\n")
+    nvcc.chmod(0o755)
+    ampere, hopper, blackwell = native_flags.gencode(native.gpus(str(nvcc)))
+    assert ampere == "-gencode=arch=compute_80,code=sm_80"
+    assert hopper == "-gencode=arch=compute_90,code=[sm_90,compute_90]"
+    assert blackwell == "-gencode=arch=compute_120,code=sm_120"
+    monkeypatch.setenv("FUSEDOPS_CUDA_ARCHS", "sm_90,sm_100")
+    assert native.gpus(str(nvcc)) == ["sm_90"]
+    monkeypatch.setenv("FUSEDOPS_CUDA_ARCHS", "sm_91")
+    with pytest.raises(native.BuildError, match="FUSEDOPS_CUDA_ARCHS=sm_91: the names are sm_80"):
+        native.gpus(str(nvcc))
 
 
 def test_rules_of_triton_kernels() -> None:

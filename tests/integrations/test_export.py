@@ -14,7 +14,7 @@ from torch import nn
 import fusedops
 
 # The others ask the same of the exporter with other modules, which have tests of their own.
-FIRST = ("GPT2", "Qwen3Moe", "T5")
+FIRST = ("GPT2", "Qwen3Moe")
 each_model = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in MODELS],

@@ -206,7 +206,7 @@ def _on_four_ranks(rank: int, name: str) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "encoder" else pytest.mark.ci(every=4))
+        pytest.param(name, marks=[] if name == "encoder" else pytest.mark.ci(every=5))
         for name in sorted(MODELS)
     ],
 )
