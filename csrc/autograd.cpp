@@ -33,6 +33,10 @@ struct Description {
   Indices others;     // non-tensor arguments, all handed to the backward
   Indices stand_ins;  // per input: i for the gradient of input i, -2-j for that of output j, -1
   Indices saved_for;  // per save: the argument without whose gradient it is not needed, or -1
+  // Empty, or: a save of which only the gradient of an argument reads more than the shape, where
+  // another argument is the value. {save, argument with that gradient, argument with the value}
+  Indices shape_only;
+  std::string shape_only_value;
   c10::OperatorHandle backward;
 };
 
@@ -74,6 +78,10 @@ class OpNode : public torch::autograd::Node {
       if (index < 0) continue;
       const auto reason = description_->saved_for[i];
       if (reason >= 0 && !requires_grad(arguments[reason])) continue;
+      if (needs_shape_only(i, arguments)) {
+        shape_ = arguments[index].toTensor().sym_sizes().vec();
+        continue;
+      }
       saved_[i] = SavedVariable(tensor_or_undefined(arguments[index]), false);
     }
     for (auto index : description_->others) others_.push_back(arguments[index]);
@@ -96,8 +104,13 @@ class OpNode : public torch::autograd::Node {
     stack.reserve(grads.size() + saved_.size() + others_.size() + 1);
     for (const auto& grad : grads)
       stack.push_back(grad.defined() ? c10::IValue(grad) : c10::IValue());
-    for (auto& saved : saved_) {
-      auto tensor = saved.unpack(own_again(this));
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      auto tensor = saved_[i].unpack(own_again(this));
+      // All outputs have the dtype of the input; the elements of this tensor are one.
+      if (shape_ && description_->shape_only[0] == static_cast<int64_t>(i))
+        tensor = std::find_if(grads.begin(), grads.end(), defined)
+                     ->new_empty({1})
+                     .expand_symint(*shape_);
       stack.push_back(tensor.defined() ? c10::IValue(std::move(tensor)) : c10::IValue());
     }
     for (auto& other : others_) stack.push_back(other);
@@ -126,6 +139,13 @@ class OpNode : public torch::autograd::Node {
     return value.isTensor() ? value.toTensor() : undefined;
   }
 
+  bool needs_shape_only(size_t save, at::ArrayRef<c10::IValue> arguments) const {
+    const auto& places = description_->shape_only;
+    return !places.empty() && places[0] == static_cast<int64_t>(save) &&
+           !requires_grad(arguments[places[1]]) &&
+           arguments[places[2]].toStringView() == description_->shape_only_value;
+  }
+
   static bool requires_grad(const c10::IValue& value) {
     return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
   }
@@ -134,6 +154,7 @@ class OpNode : public torch::autograd::Node {
   std::shared_ptr<const Description> description_;
   std::vector<SavedVariable> saved_;
   std::vector<c10::IValue> others_;
+  std::optional<std::vector<c10::SymInt>> shape_;  // of the save that shape_only names
 };
 
 bool any_requires_grad(at::ArrayRef<c10::IValue> values) {
@@ -240,12 +261,14 @@ class CountWrites : public c10::OperatorKernel {
 
 void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
                    std::vector<int64_t> saves, std::vector<int64_t> others,
-                   std::vector<int64_t> stand_ins, std::vector<int64_t> saved_for) {
+                   std::vector<int64_t> stand_ins, std::vector<int64_t> saved_for,
+                   std::vector<int64_t> shape_only, std::string shape_only_value) {
   stand_ins.resize(inputs.size(), -1);
   saved_for.resize(saves.size(), -1);
-  auto description = std::make_shared<const Description>(Description{
-      name, std::move(inputs), std::move(outputs), std::move(saves), std::move(others),
-      std::move(stand_ins), std::move(saved_for), find_operator("fusedops", name + "_backward")});
+  auto description = std::make_shared<const Description>(
+      Description{name, std::move(inputs), std::move(outputs), std::move(saves), std::move(others),
+                  std::move(stand_ins), std::move(saved_for), std::move(shape_only),
+                  std::move(shape_only_value), find_operator("fusedops", name + "_backward")});
   install(name, c10::DispatchKey::Autograd, std::make_unique<ForwardAutograd>(description));
   install(
       name + "_backward", c10::DispatchKey::Autograd,
@@ -262,12 +285,15 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   });
   m.def(
       "differentiate(str name, int[] inputs, int[] outputs, int[] saves, "
-      "int[] others, int[] stand_ins=[], int[] saved_for=[]) -> ()",
+      "int[] others, int[] stand_ins=[], int[] saved_for=[], int[] shape_only=[], "
+      "str shape_only_value='') -> ()",
       [](std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
          std::vector<int64_t> saves, std::vector<int64_t> others, std::vector<int64_t> stand_ins,
-         std::vector<int64_t> saved_for) {
+         std::vector<int64_t> saved_for, std::vector<int64_t> shape_only,
+         std::string shape_only_value) {
         fusedops::differentiate(std::move(name), std::move(inputs), std::move(outputs),
                                 std::move(saves), std::move(others), std::move(stand_ins),
-                                std::move(saved_for));
+                                std::move(saved_for), std::move(shape_only),
+                                std::move(shape_only_value));
       });
 }

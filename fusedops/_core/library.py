@@ -52,6 +52,9 @@ class Gradient:
             an argument; autograd may, and saves the pass over memory that a copy would cost.
         saved_for: saved input -> the differentiable input whose gradient alone needs it. It is
             saved only where that one requires a gradient; else the backward receives ``None``.
+        shape_only: a saved input, the differentiable input whose gradient alone reads more than its
+            shape, an argument and a value: in calls with that value, and without that gradient,
+            the compiled autograd gives the backward a tensor of that shape without memory.
     """
 
     inputs: tuple[str, ...]
@@ -63,6 +66,7 @@ class Gradient:
     computed: Callable[..., Sequence[bool]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     saved_for: Mapping[str, str] = field(default_factory=dict)
+    shape_only: tuple[str, str, str, str] | None = None
 
     def alias_codes(self) -> list[int]:
         """Return per input: i for the gradient of input i, -2 - j for that of output j, or -1."""
@@ -425,6 +429,7 @@ def _route(name: str, program: Program, *, native: bool, schema: str) -> None:
 
 
 def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> None:
+    only = gradient.shape_only
     arguments = [argument for _, argument in schema.arguments]
     returns = [output for _, output in schema.returns]
     torch.ops.fusedops_native.differentiate(
@@ -441,6 +446,8 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
             arguments.index(gradient.saved_for[tensor]) if tensor in gradient.saved_for else -1
             for tensor in gradient.saves
         ],
+        [gradient.saves.index(only[0]), *map(arguments.index, only[1:3])] if only else [],
+        only[3] if only else "",
     )
 
 
@@ -455,12 +462,9 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
         values = dict(zip([*arguments, *returns], [*inputs, *outputs], strict=True))
         # torch.library adds an argument of its own behind these.
         needed = dict(zip(arguments, ctx.needs_input_grad, strict=False))
-        reasons = [gradient.saved_for.get(saved) for saved in gradient.saves]
+        left_out = {saved for saved, reason in gradient.saved_for.items() if not needed[reason]}
         ctx.save_for_backward(
-            *(
-                values[saved] if reason is None or needed[reason] else None
-                for saved, reason in zip(gradient.saves, reasons, strict=True)
-            )
+            *(None if saved in left_out else values[saved] for saved in gradient.saves)
         )
         ctx.others = [values[argument] for _, argument in schema.others]
         ctx.mark_non_differentiable(*(values[x] for x in returns if x not in gradient.outputs))

@@ -44,10 +44,10 @@ def linear_act(
     Note:
         Products accumulate in float32 (float64 for float64); the bias and the activation act on the
         sums, which are rounded once. On the CPU a row's result does not depend on the other rows,
-        nor any result on the number of threads. Saves ``input``, the parameters and the
-        pre-activation (not for ``"identity"``, and not if no gradient is required). The weight's
-        gradient has the memory layout of the weight. Backends: cpp, triton, torch. Under autocast
-        all arguments are cast, as torch does for linear.
+        nor any result on the number of threads. Saves ``input`` (not for ``"identity"`` with a
+        frozen weight), the parameters and the pre-activation (not for ``"identity"``, and not if no
+        gradient is required). The weight's gradient has the memory layout of the weight. Backends:
+        cpp, triton, torch. Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
@@ -253,6 +253,7 @@ _OP = define_op(
         inputs=("input", "weight", "bias"),
         outputs=("output",),
         saves=("input", "weight", "bias", "preactivation"),
+        shape_only=("input", "weight", "activation", "identity"),
         reference=_backward,
         layouts={"weight": empty_gradient},
     ),

@@ -49,6 +49,7 @@ def _samples(new: TensorFactory) -> list[Sample]:
         *activations,
         *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ACTIVATIONS),
         Sample("conv1d_weight", (new(5, 12), conv1d, new(17, key="b"))),
+        Sample("frozen", (new(2, 3, 12), plain.detach(), extremes[2]), {"activation": "identity"}),
         call("three_dims", (2, 3), 20, 9, "gelu"),
         call("one_row", (), 40, 11, "gelu_tanh"),
         call("one_element", (1,), 1, 1),

@@ -98,12 +98,6 @@ def test_localize_refuses_what_must_exist_once(tmp_path: Path, source: str, says
         localize(path, tmp_path / "out.o", "AVX2")
 
 
-def test_localize_drops_the_initialiser_of_iostream(tmp_path: Path) -> None:
-    source = "#include <iostream>\nvoid say() { std::cout << 1; }\n"
-    localize(compile_object(tmp_path, "streams", source), tmp_path / "out.o", "AVX2")
-    assert "init_array" not in printed_by("objdump", "-h", tmp_path / "out.o")
-
-
 def test_objects_of_the_library_export_no_weak_symbol() -> None:
     objects = sorted(native.build_folder().glob("cpu/*.local.o"))
     if not objects:

@@ -43,7 +43,7 @@ ROTARY = [new(2, 3, 6, 8), new(2, 1, 6, 8), *torch.randn(2, 1, 6, 8)]
 ROWS = new(52, 64)
 LCE = [new(300, 4), new(700, 4), torch.arange(300)]
 SUM, DROPS, SILU = {"reduction": "sum"}, {"dropout_p": 0.1}, {"activation": "silu"}
-IN_CHUNKS = {"chunk_size": 64, "recompute": True}
+IN_CHUNKS, IDENTITY = {"chunk_size": 64, "recompute": True}, {"activation": "identity"}
 
 # Label, which begins with the op's name -> arguments, options, names of arguments and outputs that
 # are kept, and the bytes of each other tensor.
@@ -59,7 +59,8 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "add_layer_norm, drops": (ADDED, DROPS, "output_1 weight", [16, 24, 24]),
     "add_rms_norm, drops": (ADDED, DROPS, "output_1 weight", [16, 24]),
     "linear_act": (LINEAR, {"activation": "gelu"}, "input weight", [240]),
-    "linear_act, identity": (LINEAR, {"activation": "identity"}, "input weight", []),
+    "linear_act, identity": (LINEAR, IDENTITY, "input weight", []),
+    "linear_act, frozen": ([LINEAR[0], torch.ones(10, 8)], IDENTITY, "weight", []),
     "linear_glu": ([*LINEAR, new(10, 8)], {}, "gate_weight input up_weight", [240, 240]),
     "mlp": (MLP, {}, "b1 b2 input w1 w2", [9 * 32 * 4]),
     "mlp, recompute": (MLP, {"recompute": True}, "b1 b2 input w1 w2", []),

@@ -33,9 +33,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     const Optional& bias, const at::Tensor& preactivation, std::string_view activation,
     bool /*keep_preactivation*/, std::array<bool, 3> output_mask) {
   const auto act = parse_activation(activation);
-  const auto x = as_rows(input);
-  const int64_t rows = x.size(0), columns = weight.size(0);
   const auto dy = as_rows(grad_output->contiguous());
+  const int64_t rows = dy.size(0), columns = weight.size(0);
+  // Else only the shape of the input is known (shape_only in fusedops/ops/linear_act.py).
+  const bool reads_input = act != Activation::identity || output_mask[1];
+  const auto x = reads_input ? as_rows(input) : dy;
   at::Tensor kept, dz = dy, dbias, partials;
   if (act != Activation::identity) {
     if (preactivation.numel() == dy.numel()) {
