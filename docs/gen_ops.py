@@ -41,6 +41,7 @@ def main() -> None:
         (PAGES / f"{name}.md").write_text(_page(spec))
     for page, tables in {
         "README.md": {"models": results.models_summary(), "demo": results.demo_line()},
+        "docs/index.md": {"models": results.models_summary()},
         "docs/operators.md": {
             "ops": _ops_table(specs.values()),
             "results": results.table(specs.values()),

@@ -54,18 +54,19 @@ names.
         """
 Without adapters, call `fusedops.patch(model)` and pass the model to `SFTTrainer` or `DPOTrainer`.
 With `peft_config=`, call `use_fused_kernels(trainer)` between its construction and `train`
-([example](integrations.md#transformers-trainer-and-trl)), when trl has added the adapters. Both
-compute the loss themselves, from the head or from the logits, so everything except the loss runs
-fused. trl's `use_liger_kernel` changes the same modules: use one of the two.
+([example](integrations.md#transformers-trainer-and-trl)), when trl has added the adapters; no row
+has tested this. Both trainers compute the loss themselves, from the head or from the logits, so
+everything except the loss runs fused. trl's `use_liger_kernel` changes the same modules: use
+either trl's kernels or fusedops.
 """,
     ),
     "peft": (
         "peft",
         """
-Call `fusedops.patch(model)` after `get_peft_model`. A linear layer with an adapter runs peft's
-forward, in which each matrix product is a call of `linear_act`; of a gated feed-forward layer with
-such layers only the gate is fused (`swiglu`). All other layers are fused as without adapters.
-`merge_and_unload` and a second `patch` fuse merged layers too.
+Call `fusedops.patch(model)` after `get_peft_model`. [The tutorial](tutorials/lora.md#3-patch) says
+what runs fused in a layer with an adapter. `merge_and_unload` and a second `patch` fuse merged
+layers too: in the row *merged at the end*, `swiglu` ran before the merge and `linear_glu` after it.
+LoRA in bfloat16, in Trainer or trl, with FSDP2 or with gradient checkpointing has not been tested.
 """,
     ),
     "lightning": (
@@ -98,7 +99,9 @@ linear layers that communicate run their own forward.
 Patch before `fully_shard`, `parallelize_module`, `PipelineStage`, `torch.compile` and
 `torch.export`. Under `ColwiseParallel` the sharded products keep torch's hooks and run their
 original forward; norms, attention and the loss run fused. Distributed checkpoints are the same
-with and without `patch`.
+with and without `patch`. With `fsdp_size=2`, transformers shards the model while it loads it, so
+`patch` comes afterwards: norms and linear layers that were sharded on their own stay stock, and
+those inside of a sharded layer run fused.
 """,
     ),
     "torchao": (
@@ -111,12 +114,28 @@ gets a quantised weight: such a layer runs its original forward, and with it tor
 }
 
 
+ORDER = """
+## Order of calls
+
+1. Choose dtype and device. `model.to(...)` also works after `patch`; print
+   `fusedops.describe(model)` then, because the report depends on both.
+2. Add adapters (`get_peft_model`).
+3. `fusedops.patch(model)`.
+4. Make the optimizer. It may also be made before `patch`, which keeps the parameters; with
+   `fully_shard` it comes after step 5, as without fusedops.
+5. Wrap or shard the model: `prepare`, DDP, `fully_shard`, `parallelize_module`. Only
+   `deepspeed.initialize` may also come before `patch`.
+6. Call `torch.compile`. If each block is compiled and sharded on its own, [compile it
+   first](fsdp.md).
+"""
+
 # Columns of the tables -> their meaning.
 COLUMNS = {
     "runs fused": "ops that ran fused, forward and backward, in at least one module. *All* means "
-    "all of these ops, not all modules: {ops} (Llama)",
+    "all of these ops, not all modules: {ops} (Llama). *In addition* names ops that are not among "
+    "them",
     "falls back": "modules that were not replaced or ran their "
-    "[original forward](patching.md#when-the-original-forward-runs), and why",
+    "[original forward](patching.md#when-a-module-falls-back), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
     "float64 run as those of the stock model, within "
     "[the ops' error budget](patching.md#what-the-same-results-means), and the fused ops ran as "
@@ -149,8 +168,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"patched models in trainers has not been measured.",
             119,
         ),
-        "<!-- not run: needs a trainer -->\n"
-        "```python\nfusedops.patch(model)  # the sections say where to call it\n```",
+        ORDER.strip(),
+        "## What was tested",
         "\n".join(
             ["| column | meaning |", "|---|---|"]
             + [f"| {name} | {text.format(ops=_names(ALL))} |" for name, text in COLUMNS.items()]

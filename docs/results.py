@@ -47,7 +47,7 @@ def table(specs: Iterable[Spec]) -> str:
     lines = [
         f"{first['device_name']} ({folder.name}), {first['threads']} threads, torch "
         f"{first['torch']}, {first['allocator']} allocator on all sides; median of interleaved "
-        "rounds, times faster than eager (torch.compile in brackets where it was measured). "
+        "rounds, speed relative to eager (torch.compile in brackets where it was measured). "
         "All sizes and machines: [bench/results](../bench/results)"
         + (f" (also {others})." if others else "."),
         "",
@@ -73,7 +73,7 @@ def chart(specs: Iterable[Spec]) -> str:
     found = {op: _speedups(rows, "bfloat16", "both") for op, rows in headlines.items()}
     bars = sorted(((ours, other, op) for op, (ours, other) in found.items() if ours), reverse=True)
     where = folder.name if folder is not None else "nowhere"
-    title = f"Times faster than eager, bfloat16, forward and backward ({where})"
+    title = f"Speed relative to eager, bfloat16, forward and backward ({where})"
     return svg.bars(title, [svg.Bar(op, ours, other) for ours, other, op in bars])
 
 
@@ -116,7 +116,10 @@ def models_summary() -> str:
     Only rows of ``SIZES`` count: in float16 on AMD some families were measured on fewer tokens.
     """
     columns = ("training", "forward", "generation, batch 1", "generation, batch 4", "measured")
-    lines = [f"| processor | dtype | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|---|"]
+    lines = [
+        f"| processor | dtype of weights | {' | '.join(columns)} |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
     for record in _model_records():
         for dtype in DTYPES:
             leads: dict[str, list[float]] = {}
@@ -276,14 +279,14 @@ def demo_line() -> str:
     path = RESULTS / "cpu-zen5" / "demo.json"
     record: dict[str, Any] = json.loads(path.read_text())
     gains = [
-        f"{row['speed_up']:.2f} times stock in {row['dtype']}"
+        f"{row['speed_up']:.2f} times as fast as stock in {row['dtype']}"
         for row in record["rows"]
         if row["model"] == "fusedops" and row["allocator"] == "tuned"
     ]
     size = f"{record['parameters'] / 1e6:.0f} M parameters"
     return (
-        f"End to end with AdamW (`make demo`: GPT-2 of {size}, two Zen 5 cores):\n"
-        f"{', '.join(gains)} (autocast)."
+        f"* **With AdamW** (`make demo`: GPT-2 of {size}, two Zen 5 cores): {gains[0]},\n"
+        f"  {gains[1]} autocast, which converts the float32 weights in each step."
     )
 
 

@@ -1,4 +1,4 @@
-"""fusedops in a loop of your own: patch the model before the optimizer is made.
+"""fusedops in a loop of your own: patch the model, and train as before.
 
 python plain_loop.py [stock]
 """

@@ -1,4 +1,4 @@
-"""fusedops with timm: patch the model before the optimizer is made.
+"""fusedops with timm: patch the model, and train as before.
 
 python timm_vit.py [stock]
 """

@@ -25,7 +25,8 @@ def record(rows: list[dict[str, Any]], files: list[dict[str, Any]]) -> None:
             row for row in before["rows"] if (row["asked_torch"], row["asked_python"]) not in own
         ]
         rows = sorted([*others, *rows], key=lambda row: (row["asked_torch"], row["asked_python"]))
-    results = {"machine": platform.platform(), "files": files, "rows": rows}
+    machine = f"{_processor()}, {platform.platform()}"
+    results = {"machine": machine, "files": files, "rows": rows}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results))
     print(f"wrote {PAGE.relative_to(ROOT)}", flush=True)
@@ -63,10 +64,11 @@ def _matrix(rows: list[dict[str, Any]]) -> str:
         "| torch | Python | glibc | smoke test | doctor | kernels | largest difference |",
         "|---|---|---|---|---|---|---:|",
     ]
+    missing: dict[tuple[str, str], list[str]] = {}  # Python and reason -> torches
     for row in rows:
         if "libc" not in row:
             why = (row.get("error") or row["left_out"]).split("\n")[0]
-            lines.append(f"| {row['asked_torch']} | {row['asked_python']} | | {why} | | | |")
+            missing.setdefault((row["asked_python"], why), []).append(row["asked_torch"])
             continue
         difference = f"{max(row['op'], row['model']):.1e}"
         libc = row["libc"].removeprefix("glibc ")
@@ -74,7 +76,17 @@ def _matrix(rows: list[dict[str, Any]]) -> str:
             f"| {row['torch']} | {row['python']} | {libc} | passed | {row['doctor']} | "
             f"{row['kernels']} | {difference} |"
         )
+    for (python, why), torches in missing.items():
+        lines.append(f"| {', '.join(torches)} | {python} | | {why} | | | |")
     return "\n".join(lines)
+
+
+def _processor() -> str:
+    """Return the name of the processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _import(rows: list[dict[str, Any]]) -> str:
@@ -83,7 +95,7 @@ def _import(rows: list[dict[str, Any]]) -> str:
         return ""
     own, torch = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
     return (
-        f"`import fusedops` takes {own:.2f} s of a processor after `import torch`, which takes "
+        f"`import fusedops` takes {own:.2f} s of processor time after `import torch`, which takes\n"
         f"{torch:.2f} s (medians of the rows above, of which each is the fastest of three)."
     )
 
