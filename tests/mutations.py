@@ -32,6 +32,7 @@ _SELECTIONS = {
     "": "not ci and not slow and not gpu and not interpreter",
     "ci": "not slow and not gpu and not interpreter",
     "interpreter": "interpreter and not slow",
+    "slow": "not gpu and not interpreter",
 }
 _SECONDS, _CHECK_SECONDS = 300, 3600
 _FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)

@@ -97,9 +97,8 @@ def test_command_exits_1_when_an_op_is_wrong(specs: dict[str, Spec]) -> None:
 @pytest.mark.ci
 def test_json_is_alone_on_stdout() -> None:
     code = """
-        import runpy, sys
-        sys.argv = ["fusedops", "doctor", "--device", "cpu", "--json"]
-        runpy.run_module("fusedops", run_name="__main__")
+        from fusedops.cli.main import app
+        app(["doctor", "--device", "cpu", "--json"])
     """
     done = fresh_process.run(code, check=True, FUSEDOPS_BACKEND="torch")
     record = json.loads(done.stdout)
