@@ -128,11 +128,6 @@ def test_warps_exchange_through_shared_memory() -> None:
             COPIED.replace("WAIT", "cp.async.wait_group 0;").replace("BARRIER", ""),
             "nobody has written|without a barrier between|before the wait for its",
         ),
-        # Each warp reads what the other one wrote, and overwrites what the other one reads.
-        (
-            EXCHANGED.replace("BARRIER", "bar.sync 0;") + "st.shared.b32 [%r5], %r1;",
-            "reads without a barrier between|writes without a barrier between",
-        ),
         (LOAD.replace("%d2", "%d2+4096") + STORE, r"reads 4 bytes of global memory .*argument 1"),
         (LOAD.replace("%d2", "%d2+2") + STORE, "is not aligned"),
         ("ld.shared.b32 %r4, [%r2];" + STORE, "nobody has written"),

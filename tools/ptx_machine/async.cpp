@@ -238,7 +238,9 @@ void Block::copy_box(Warp& warp, Box box) {
     if (source) check_global(source, 16, "copies");
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
-      check_readers(warp, i, "copies to");
+      if (cell.read_clock > warp.clock[cell.reader])
+        fail("copies to shared memory at " + std::to_string(i) + ", which warp " +
+             std::to_string(cell.reader) + " reads without a barrier between");
       if (cell.written && cell.write_clock > warp.clock[cell.writer])
         fail("copies to shared memory at " + std::to_string(i) +
              ", which is written without a "
@@ -336,8 +338,10 @@ void Block::check_matrix(Warp& warp, uint64_t address) {
   if (cell.generic && cell.write_clock > warp.fenced[cell.writer])
     fail("wgmma reads" + where + ", written by warp " + std::to_string(cell.writer) +
          " without fence.proxy.async");
-  note_reader(warp, address);
-  note_reader(warp, address + 1);
+  for (int i = 0; i < 2; ++i) {
+    cells_[address + i].reader = static_cast<uint8_t>(warp.number);
+    cells_[address + i].read_clock = warp.clock[warp.number];
+  }
 }
 
 void Block::execute(Warp& warp, const Product& product) {

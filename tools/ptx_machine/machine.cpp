@@ -176,7 +176,6 @@ void Block::release_barrier() {
     warp.fenced = fenced;
     ++warp.clock[warp.number];
   }
-  ++epoch_;
   for (auto& [warp, fragment] : waiting_) warp->fragments.push_back(fragment);
   waiting_.clear();
 }
@@ -219,22 +218,6 @@ void Block::check_shared(uint64_t address, int bytes) const {
   if (address % bytes) fail("accesses " + text.str() + ", which is not aligned");
 }
 
-// Reads since the last barrier of the block are not ordered before what other warps write.
-void Block::note_reader(const Warp& warp, uint64_t address) {
-  auto& cell = cells_[address];
-  if (cell.read_epoch != epoch_) cell.readers = 0;
-  cell.read_epoch = epoch_;
-  cell.readers |= 1u << warp.number;
-}
-
-void Block::check_readers(const Warp& warp, uint64_t address, const char* verb) const {
-  const auto& cell = cells_[address];
-  const uint32_t others = cell.readers & ~(1u << warp.number);
-  if (cell.read_epoch == epoch_ && others)
-    fail(std::string(verb) + " shared memory at " + std::to_string(address) + ", which warp " +
-         std::to_string(std::countr_zero(others)) + " reads without a barrier between");
-}
-
 void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
@@ -245,7 +228,11 @@ void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
     if (cell.write_clock > warp.clock[cell.writer])
       fail("reads " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
-    note_reader(warp, address + i);
+    const bool ordered = cell.read_clock <= warp.clock[cell.reader];
+    cell.many_readers = (cell.many_readers || !ordered) && cell.read_clock != 0;
+    if (ordered) cell.many_readers = false;
+    cell.reader = static_cast<uint8_t>(warp.number);
+    cell.read_clock = warp.clock[warp.number];
   }
   std::memcpy(to, &shared_[address], bytes);
 }
@@ -261,7 +248,9 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
     if (cell.written && !same && cell.write_clock > warp.clock[cell.writer])
       fail("writes " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
-    check_readers(warp, address + i, "writes");
+    if (cell.read_clock > warp.clock[cell.reader])
+      fail("writes " + where() + ", which warp " + std::to_string(cell.reader) +
+           " reads without a barrier between");
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);
     cell.write_clock = warp.clock[warp.number];
@@ -275,7 +264,9 @@ void Block::copy_async(Warp& warp, Copy copy) {
   if (copy.bytes) check_global(copy.source, copy.bytes, "copies");
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
-    check_readers(warp, copy.target + i, "copies to");
+    if (cell.read_clock > warp.clock[cell.reader])
+      fail("copies to shared memory at " + std::to_string(copy.target + i) + ", which warp " +
+           std::to_string(cell.reader) + " reads without a barrier between");
     cell.in_flight = true;
     shared_[copy.target + i] = 0xff;
   }

@@ -101,10 +101,9 @@ struct Warp {
 
 // Of a byte of shared memory: whether it was written, and by whom it was touched last.
 struct Cell {
-  uint32_t write_clock = 0;
-  uint32_t readers = 0, read_epoch = 0;  // warps, and how many barriers the block had passed
-  uint8_t writer = 0;
-  bool written = false, in_flight = false;
+  uint32_t write_clock = 0, read_clock = 0;
+  uint8_t writer = 0, reader = 0;
+  bool written = false, in_flight = false, many_readers = false;
   bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
 };
 
@@ -173,8 +172,6 @@ class Block {
   void land(Warp& warp, const Copy& copy);
   void land_some(Warp& warp);
   void check_shared(uint64_t address, int bytes) const;
-  void note_reader(const Warp& warp, uint64_t address);
-  void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
   void check_global(uint64_t address, int bytes, const char* verb) const;
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -189,7 +186,6 @@ class Block {
   std::map<uint64_t, Barrier> barriers_;             // by their address
   std::map<uint64_t, Barrier> ended_;                // those that were invalidated
   std::vector<Box> boxes_;                           // under way
-  uint32_t epoch_ = 1;                               // one more at each barrier of the block
   size_t num_clocks_ = 0, num_barriers_ = 0;
   uint64_t vain_polls_ = 0;  // of mbarriers, since something happened
   // What runs now, for messages.
