@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable
@@ -61,7 +62,21 @@ def main() -> None:
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():
         (ROOT / "docs" / name).write_text(picture)
+    if wrong := _unknown_names():
+        raise SystemExit("names that do not exist: " + ", ".join(wrong))
     print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of others")
+
+
+def _unknown_names() -> list[str]:
+    """Return the names of fusedops that the text of a page mentions and that do not exist."""
+    wrong = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for name in re.findall(r"`(fusedops(?:\.\w+)+)", page.read_text()):
+            try:
+                pkgutil.resolve_name(name)
+            except (AttributeError, ImportError):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    return wrong
 
 
 def _page(spec: Spec) -> str:
