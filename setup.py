@@ -3,13 +3,13 @@
     pip install -e . --no-build-isolation       # needs torch; compiles the libraries with g++
     python3 tools/native.py build               # the libraries alone, without pip and setuptools
 
-Project metadata is in pyproject.toml, the build itself in tools/native.py. An error of the compiler
-is an error of the installation. Without a compiler an editable installation succeeds, with a note,
-and the ops run on the PyTorch reference; a wheel is not made.
+Project metadata is in pyproject.toml, the build itself in tools/native.py. Without a compiler, or
+if it fails, the installation fails.
 
 ``FUSEDOPS_TORCHES`` makes a wheel for others (tools/release does): folders, with ``:`` between
 them, that hold a package ``torch`` each, for which libraries are built that any processor and older
-systems can load; or ``none`` for a wheel without libraries, which fits every system.
+systems can load; or ``none`` for a wheel or an installation without libraries, which fits every
+system, and whose ops run on the PyTorch reference.
 """
 
 import importlib.util
@@ -33,9 +33,9 @@ fusedops compiles against the torch that you have, and {python} has none.
 (Without --no-build-isolation pip builds in an empty environment, which never has torch.)"""
 
 NO_COMPILER = """\
-fusedops: no wheel: the kernels cannot be compiled here ({error}).
-Install g++ 11 or newer, or the wheel of a release. A wheel without kernels, whose ops run on the
-PyTorch reference and on Triton, is made with FUSEDOPS_TORCHES=none."""
+fusedops: the kernels cannot be compiled here ({error}).
+Install g++ 11 or newer, or the wheel of a release. With FUSEDOPS_TORCHES=none the installation, or
+the wheel, has no kernels for the CPU: ops run on the PyTorch reference, slowly, and on Triton."""
 
 
 def _native():
@@ -51,7 +51,7 @@ class BuildNative(build_ext):
     """Compile the libraries in place; for a wheel, copy them into it."""
 
     def run(self) -> None:
-        """Build, or say in one note why not."""
+        """Build, or end with the reason why not."""
         in_place = self.inplace or getattr(self, "editable_mode", False)
         libraries = Path(self.build_lib) / "fusedops" / "lib"
         if TORCHES and not in_place:
@@ -65,16 +65,7 @@ class BuildNative(build_ext):
         try:
             paths = native.build()
         except native.CannotBuildError as error:
-            if not in_place:
-                sys.exit(NO_COMPILER.format(error=error))
-            self.distribution.has_libraries = False
-            print(
-                f"fusedops: NOTE: the compiled kernels were not built ({error}). fusedops works "
-                "without them, slowly: its ops run on the PyTorch reference. Later: "
-                "python3 tools/native.py build",
-                file=sys.stderr,
-            )
-            return
+            sys.exit(NO_COMPILER.format(error=error))
         except native.BuildError as error:
             sys.exit(f"fusedops: {error}")
         if not in_place:

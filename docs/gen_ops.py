@@ -41,14 +41,21 @@ def main() -> None:
     for name, spec in specs.items():
         (PAGES / f"{name}.md").write_text(_page(spec))
     for page, tables in {
-        "README.md": {"models": results.models_summary(), "demo": results.demo_line()},
-        "docs/index.md": {"models": results.models_summary()},
+        "README.md": {
+            "models": results.models_summary(),
+            "demo": results.demo_line(),
+            "trainer": results.trainer_summary(),
+        },
         "docs/operators.md": {
             "ops": _ops_table(specs.values()),
             "results": results.table(specs.values()),
         },
         "docs/training.md": {"keys": _keys()},
-        "docs/status.md": {"demo": results.demo_table(), "slower": results.slower_table()},
+        "docs/status.md": {
+            "demo": results.demo_table(),
+            "slower": results.slower_table(),
+            "trainer": results.trainer_table(),
+        },
     }.items():
         text = (ROOT / page).read_text()
         for name, table in tables.items():

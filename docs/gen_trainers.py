@@ -54,9 +54,9 @@ names.
         """
 Without adapters, call `fusedops.patch(model)` and pass the model to `SFTTrainer` or `DPOTrainer`.
 With `peft_config=`, call `use_fused_kernels(trainer)` between its construction and `train`
-([example](integrations.md#transformers-trainer-and-trl)), when trl has added the adapters; no row
-has tested this. Both trainers compute the loss themselves, from the head or from the logits, so
-everything except the loss runs fused. trl's `use_liger_kernel` changes the same modules: use
+([example](integrations.md#transformers-trainer-and-trl)), when trl has added the adapters. Both
+trainers compute the loss themselves, from the head or from the logits, so everything except the
+loss runs fused. trl's `use_liger_kernel` changes the same modules: use
 either trl's kernels or fusedops.
 """,
     ),
@@ -66,7 +66,7 @@ either trl's kernels or fusedops.
 Call `fusedops.patch(model)` after `get_peft_model`. [The tutorial](tutorials/lora.md#3-patch) says
 what runs fused in a layer with an adapter. `merge_and_unload` and a second `patch` fuse merged
 layers too: in the row *merged at the end*, `swiglu` ran before the merge and `linear_glu` after it.
-LoRA in bfloat16, in Trainer or trl, with FSDP2 or with gradient checkpointing has not been tested.
+LoRA in the Trainer, in trl and with FSDP2 is in their tables.
 """,
     ),
     "lightning": (
@@ -164,8 +164,9 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"not part of it. `make test-clients` runs "
             f"the rows with torch "
             f"{_list({row['torch'] for row in rows})}, transformers "
-            f"{_list({row['transformers'] for row in rows})}. They compare numbers: the speed of "
-            f"patched models in trainers has not been measured.",
+            f"{_list({row['transformers'] for row in rows})}. They compare numbers, not "
+            f"speed, which was measured only "
+            f"[in transformers' Trainer](status.md#in-transformers-trainer).",
             119,
         ),
         ORDER.strip(),

@@ -290,6 +290,52 @@ def demo_line() -> str:
     )
 
 
+def trainer_table() -> str:
+    """Return how much faster complete models train in transformers' Trainer, by machine."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/in_trainer.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        precisions = list(next(iter(record["cases"].values())))
+        settings = record["settings"]
+        lines = [
+            f"{_PROCESSORS[record['machine']['slug']]}, {record['machine']['threads']} threads, "
+            f"{settings['batch']} x {settings['tokens']} tokens, "
+            f"torch {record['versions']['torch'].split('+')[0]}, "
+            f"transformers {record['versions']['transformers']}, {record['created'][:10]}:",
+            "",
+            f"| model | {' | '.join(precisions)} |",
+            "|---|" + "---:|" * len(precisions),
+        ]
+        for name, results in record["cases"].items():
+            cells = [_trainer_cell(result) for result in results.values()]
+            parameters = next(iter(results.values()))["parameters"] / 1e6
+            lines.append(f"| {name} ({parameters:.0f} M) | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def _trainer_cell(result: dict[str, Any]) -> str:
+    """Return the speed-up, its extremes, and the speeds of both Trainers."""
+    ratios, speeds = result["speed_ups"], result["tokens_per_second"]
+    return (
+        f"{result['speed_up']:.2f} ({min(ratios):.2f}-{max(ratios):.2f}): "
+        f"{speeds['patched']:.0f} instead of {speeds['stock']:.0f} tokens/s"
+    )
+
+
+def trainer_summary() -> str:
+    """Return the speed-ups of complete models in the Trainer, a line for each model."""
+    record: dict[str, Any] = json.loads((RESULTS / "cpu-zen4" / "in_trainer.json").read_text())
+    precisions = list(next(iter(record["cases"].values())))
+    head = f"| complete models in the Trainer, with AdamW | {' | '.join(precisions)} |"
+    lines = [head, "|---|" + "---:|" * len(precisions)]
+    for name, results in record["cases"].items():
+        cells = [f"{result['speed_up']:.2f}" for result in results.values()]
+        parameters = next(iter(results.values()))["parameters"] / 1e6
+        lines.append(f"| {name} ({parameters:.0f} M) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def share_of_limit(share: str) -> str:
     """Return the share of the machine's limit in percent; empty where that is no limit.
 

@@ -137,7 +137,8 @@ class Session:
             line = encoded.decode()
             if line.startswith(END_OF_CELL):
                 return _visible("".join(lines))
-            lines.append(line)
+            if not line.startswith("USDT:"):  # torch's profiler logs when it starts and stops
+                lines.append(line)
         raise RuntimeError(f"{self._script.name} has failed:\n{''.join(lines)}")
 
     def command(self, code: str) -> str:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,25 @@ def assert_same(
     assert found.weights.keys() == stock.weights.keys() == exact.weights.keys()
     runs = [{"loss": torch.tensor(each.losses), **each.weights} for each in (found, stock, exact)]
     assert_within_budget(*runs, dtype)
+
+
+def adapted(model: nn.Module, **options: Any) -> nn.Module:
+    """Return a model with adapters whose second factor is no longer zero, as after training."""
+    from peft import LoraConfig, get_peft_model
+
+    dtype = next(model.parameters()).dtype
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    # Drawn in float32 for every dtype: the numbers that torch draws depend on it.
+    return get_peft_model(model.float(), config).to(dtype)
+
+
+def lora(*targets: str, **options: Any) -> Change:
+    """Return what adds adapters to these linear layers, to all of them without names."""
+    return partial(adapted, target_modules=list(targets) or "all-linear", **options)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The linear layers of an attention, for ``lora``."""
 
 
 def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -> list[str]:

@@ -8,12 +8,31 @@ from typing import Any
 import pytest
 import torch
 from families import OPT_OPS
-from harness import OPS, Table, Trained, Trial, batches, steps, weights
+from harness import ATTENTION, OPS, Table, Trained, Trial, batches, lora, steps, weights
 from torch import nn
 
 
 def train(model: nn.Module) -> Trained:
     return Trained(steps(model, batches()), weights(model))
+
+
+def in_half(model: nn.Module, half: bool = True) -> Trained:
+    """Train with weights and adapters in bfloat16."""
+    return train(model.bfloat16() if half else model)
+
+
+def under_autocast(model: nn.Module, half: bool = True) -> Trained:
+    """Train with weights and adapters in float32 and products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        return train(model)
+
+
+def checkpointed(model: nn.Module) -> Trained:
+    """Train with recomputed layers, as peft's users ask for it."""
+    wrapped: Any = model
+    wrapped.enable_input_require_grads()
+    wrapped.gradient_checkpointing_enable({"use_reentrant": False})
+    return train(model)
 
 
 def merged(model: nn.Module) -> Trained:
@@ -26,26 +45,12 @@ def merged(model: nn.Module) -> Trained:
     return Trained(losses, weights(whole))
 
 
-def adapted(model: nn.Module, **options: Any) -> nn.Module:
-    """Return a model with adapters whose second factor is no longer zero, as after training."""
-    from peft import LoraConfig, get_peft_model
-
-    dtype = next(model.parameters()).dtype
-    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    # Drawn in float32 for every dtype: the numbers that torch draws depend on it.
-    return get_peft_model(model.float(), config).to(dtype)
-
-
-def lora(*targets: str, **options: Any) -> Any:
-    return partial(adapted, target_modules=list(targets) or "all-linear", **options)
-
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 # The gated layer calls the adapters, and fuses what is between the products.
 CALLED = {**OPS, "linear_glu": 0, "swiglu": 2}
 # The first norm is before the first adapter.
 INNER = {"attention": 2, "rotary_embedding": 2, "rms_norm": 4, "cross_entropy": 1}
+HALF: dict[str, Any] = {"exactly": {"half": False}, "dtype": torch.bfloat16}
 # Of what lies before the first adapter no gradient is asked for: forward calls are counted.
 trial = partial(Trial, suffix="")
 TRIALS = {
@@ -57,6 +62,15 @@ TRIALS = {
     "all-linear, put in after patch": trial(train, ops=CALLED, finish=lora()),
     "all-linear, merged at the end": Trial(merged, ops=INNER, prepare=lora()),
     "all-linear, DoRA": trial(train, ops=CALLED, prepare=lora(use_dora=True)),
+    "attention, bfloat16 weights": trial(in_half, prepare=lora(*ATTENTION), **HALF),
+    "all-linear, bfloat16 weights": trial(in_half, ops=CALLED, prepare=lora(), **HALF),
+    "attention, bf16 autocast": trial(under_autocast, prepare=lora(*ATTENTION), **HALF),
+    # The first norm of a layer, its attention and its gated layer run twice.
+    "attention, gradient checkpointing": trial(
+        checkpointed,
+        ops={"attention": 4, "linear_glu": 4, "rms_norm": 9},
+        prepare=lora(*ATTENTION),
+    ),
     "attention, rsLoRA": trial(train, prepare=lora(*ATTENTION, use_rslora=True)),
     "attention, a norm saved": trial(
         train, prepare=lora(*ATTENTION, modules_to_save=["input_layernorm"])

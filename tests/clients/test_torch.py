@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BATCH, LEARNING_RATE, OPS, STEPS, Table, Trained, Trial, batches, steps, weights
+from harness import (
+    ATTENTION,
+    BATCH,
+    LEARNING_RATE,
+    OPS,
+    STEPS,
+    Table,
+    Trained,
+    Trial,
+    batches,
+    lora,
+    steps,
+    weights,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,7 +60,10 @@ def sharded(model: nn.Module, half: bool = False) -> Trained:
 def shard(model: nn.Module, half: bool = False) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
-    for layer in [*model.model.layers, model]:
+    inner = model.get_submodule(
+        "base_model.model.model" if hasattr(model, "peft_config") else "model"
+    )
+    for layer in [*inner.layers, model]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
 
 
@@ -164,6 +181,8 @@ TWO = {
     "FSDP1": Trial(flattened),
     "FSDP2": Trial(sharded),
     "FSDP2, bf16": HALF,
+    "FSDP2, LoRA on attention": Trial(sharded, prepare=lora(*ATTENTION), suffix=""),
+    "FSDP2, bf16, LoRA on attention": replace(HALF, prepare=lora(*ATTENTION), suffix=""),
     "Colwise and Rowwise": Trial(train, ops=NO_GLU, finish=split),
     "tp_size=2 of transformers": Trial(
         train, config={"vocab_size": 98}, ops=NO_GLU, prepare=partial(planned, size="tp_size")

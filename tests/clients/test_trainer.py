@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import CORE
 from harness import (
+    ATTENTION,
     BATCH,
     LEARNING_RATE,
     OPS,
@@ -19,6 +20,7 @@ from harness import (
     Trained,
     Trial,
     batches,
+    lora,
     rows,
     steps,
     weights,
@@ -123,6 +125,15 @@ ONE = {
     "bf16 autocast": Trial(train, {"bf16": True}, exactly={"bf16": False}, dtype=torch.bfloat16),
     "label smoothing": Trial(
         train, {"label_smoothing_factor": 0.1}, ops={**OPS, "cross_entropy": 0}
+    ),
+    "LoRA on attention": Trial(train, prepare=lora(*ATTENTION), suffix=""),
+    "LoRA on attention, bf16 autocast": Trial(
+        train,
+        {"bf16": True},
+        prepare=lora(*ATTENTION),
+        suffix="",
+        exactly={"bf16": False},
+        dtype=torch.bfloat16,
     ),
     "torch_compile (aot_eager)": Trial(train, {"torch_compile_backend": "aot_eager"}),
 }

@@ -79,6 +79,18 @@ def test_the_notebook_has_the_cells_of_the_page(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_patched_model_trains_as_stock_in_the_trainer(run: Run) -> None:
+    output = run(*script("trainer"))
+    pairs = re.findall(r"loss: stock ([\d.]+), patched ([\d.]+)", output)
+    assert len(pairs) == 3
+    for stock, patched in pairs:
+        assert float(patched) == pytest.approx(float(stock), rel=2e-3)
+    (difference,) = numbers(r"difference of the losses: -?([\d.e-]+)", output)
+    assert difference < 5e-3
+    assert len(numbers(r"a patched step is ([\d.]+) times as fast", output)) == 1
+
+
+@pytest.mark.slow
 def test_a_patched_model_trains_to_the_same_losses(run: Run, tmp_path: Path) -> None:
     output = run(*script("speed_up"))
     pairs = re.findall(r"loss: stock ([\d.]+), patched ([\d.]+)", output)

@@ -18,8 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
-# Files outside docs that are pages of the site, and their names there. README.md is the page of the
-# repository; links to it lead to the site's own first page.
+# Files outside docs that are pages of the site, and their names there.
 REPOSITORY_PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -45,9 +44,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the repository and the examples."""
     for source, page in REPOSITORY_PAGES.items():
-        if page not in files.src_uris:
-            text = (ROOT / source).read_text()
-            files.append(File.generated(config, page, content=text))
+        text = (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=text))
     for path in examples():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files

@@ -58,7 +58,7 @@ def _search_boost(op: str) -> int:
 
 def _source(uri: str) -> str:
     """Return the path in the repository of a page's text."""
-    made = {page: source for source, page in REPOSITORY_PAGES.items() if page != "index.md"}
+    made = {page: source for source, page in REPOSITORY_PAGES.items()}
     return made.get(uri, f"docs/{uri}")
 
 

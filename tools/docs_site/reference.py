@@ -24,7 +24,7 @@ RECORD = ROOT / "tests" / "core" / "public_api.txt"
 OP_PAGES = ROOT / "docs" / "ops"
 # The public modules in the order of the navigation, and the page that explains each.
 MODULES = {
-    "fusedops": "index.md",
+    "fusedops": "patching.md",
     "fusedops.ops": "operators.md",
     "fusedops.library": "tutorials/write_an_op.md",
     "fusedops.nn": "operators.md",

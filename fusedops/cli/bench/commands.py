@@ -245,7 +245,7 @@ def arena(
 
     A file has a line for each buffer, which lives from lower up to, but not including, upper.
     With --step no file is read: a training step is timed with and without an arena, interleaved,
-    with the system's allocator, in fresh processes. docs/memory.md.
+    with the system's allocator, in fresh processes. docs/arena.md.
     """
     with files.one_line_errors():
         output.check_outputs(json_file, svg_file)
