@@ -52,6 +52,8 @@ class BuildNative(build_ext):
 
     def run(self) -> None:
         """Build, or end with the reason why not."""
+        if TORCHES == "none":
+            return
         in_place = self.inplace or getattr(self, "editable_mode", False)
         libraries = Path(self.build_lib) / "fusedops" / "lib"
         if TORCHES and not in_place:
