@@ -33,7 +33,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-ci test-tiles test-isas test-asan test-sanitizers \
+.PHONY: setup native demo test test-ci test-tiles test-isas test-gpu-code test-asan test-sanitizers \
         fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu test-cluster bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton docs site site-check \
@@ -88,6 +88,10 @@ test-isas: setup
 	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) tests/ops -m "not slow and not gpu and not interpreter" \
 	    -k "$(ISA_TESTS) and not torch-cpu" || exit 1; \
 	done
+
+# Triton's kernels as compiled for sm_80 and sm_90: their PTX is executed on the CPU. Second tier.
+test-gpu-code: setup
+	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_machine.py
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"

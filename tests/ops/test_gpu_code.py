@@ -1,0 +1,138 @@
+"""Triton kernels as they are compiled for a GPU: their PTX is executed, and compared with float64.
+
+``tools/ptx_machine`` executes what Triton's runtime launches. Of each op one sample per GPU runs in
+CI, all samples and those of the static report in ``make test-gpu-code``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import hot_samples
+import ptx_gpu
+import pytest
+import torch
+from comparing import assert_within_budget
+from ptx_machine import MachineError
+
+import fusedops
+from fusedops._core import backends, env
+from fusedops.specs import Spec, all_specs
+from fusedops.specs.comparison import difference_from_truth, fresh, run
+
+pytest.importorskip("triton")
+if env.triton_interpreted():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CPU = torch.device("cpu")
+CAPABILITIES = (80, 90)
+SPECS = [spec for spec in all_specs().values() if backends._KERNELS[spec.name].triton is not None]
+# In CI: an elementwise op, sums over rows, a product, attention, and sorting.
+IN_CI = ("add_rms_norm", "attention", "cross_entropy", "linear_act", "moe_sort", "swiglu")
+# Products by wgmma: of tensor maps, and of cp.async.
+HOT_IN_CI = ("272x272x528 along", "272x272x528 apart")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=spec.name, marks=pytest.mark.slow if spec.name not in IN_CI else [])
+        for spec in SPECS
+    ],
+)
+@pytest.mark.ci
+def test_the_first_sample_matches_float64(spec: Spec, capability: int) -> None:
+    assert_executed(spec, spec.samples(CPU, torch.bfloat16)[0].name, torch.bfloat16, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        pytest.param(spec, sample.name, id=f"{spec.name}-{sample.name}")
+        for spec in SPECS
+        for sample in spec.samples(CPU, torch.float32)
+    ],
+)
+def test_every_sample_matches_float64(
+    spec: Spec, name: str, dtype: torch.dtype, capability: int
+) -> None:
+    assert_executed(spec, name, dtype, capability)
+
+
+def assert_executed(spec: Spec, name: str, dtype: torch.dtype, capability: int) -> None:
+    found = [sample for sample in spec.samples(CPU, dtype) if sample.name == name]
+    if not found:
+        pytest.skip(f"no sample of {dtype}")
+    sample = fresh(found[0])
+    fusedops.reset_counters()
+    with ptx_gpu.present(capability) as gpu, fusedops.use_backend("triton"):
+        result = run(spec.op, sample)
+    assert {backend for _, backend in fusedops.counters()} == {"triton"}
+    assert gpu.kernels or not any(tensor.numel() for tensor in sample.tensors)
+    assert_within_budget(result, spec, fresh(found[0]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(
+            call,
+            id=f"{call.op}-{call.name}",
+            marks=pytest.mark.ci
+            if (op, call.name) in {("linear_act", x) for x in HOT_IN_CI}
+            else pytest.mark.slow,
+        )
+        for op in hot_samples.ops()
+        for call in hot_samples.calls(op, torch.bfloat16)
+        if call.op not in ("adamw", "square_sums")
+    ],
+)
+def test_hot_samples_of_sm_90_match_float64(call: hot_samples.HotCall) -> None:
+    sample = call.sample(hot_samples.New(CPU, torch.bfloat16))
+    with ptx_gpu.present(90) as gpu, fusedops.use_backend("triton"):
+        result = call.run(sample)
+    assert gpu.kernels
+    assert_within_budget(result, all_specs()[call.op], call.plain(sample))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        r"bar\.sync\s+0;",
+        r"fence\.proxy\.async\.shared::cta;",
+        r"@!complete\s+bra\.uni\s+waitLoop;",
+        r"wgmma\.wait_group\.sync\.aligned\s+0;",
+        r"cp\.async\.wait_group\s+\d+;",
+    ],
+)
+def test_synchronization_that_is_dropped_is_found(dropped: str) -> None:
+    """In one of two products: of tensor maps, and of cp.async. Not each needs each fence."""
+    num_planted, num_found = 0, 0
+
+    def change(text: str) -> str:
+        nonlocal num_planted
+        changed, count = re.subn(dropped, "", text)
+        num_planted += count
+        return changed
+
+    for call in hot_samples.calls("linear_act", torch.bfloat16):
+        before = num_planted
+        if call.name not in HOT_IN_CI:
+            continue
+        sample = call.sample(hot_samples.New(CPU, torch.bfloat16))
+        wrong = None
+        with ptx_gpu.present(90) as gpu, fusedops.use_backend("triton"):
+            gpu.change = change
+            try:
+                result = call.run(sample)
+            except MachineError as error:
+                wrong = str(error)
+        wrong = wrong or difference_from_truth(result, all_specs()[call.op], call.plain(sample))
+        assert wrong is None or num_planted > before
+        num_found += wrong is not None
+    assert num_found

@@ -1,0 +1,115 @@
+"""Faults that are planted into compiled kernels are found by executing them.
+
+A fault counts if it drops an order between threads, or changes a bit of a result. It is found if
+the machine refuses the kernel or a result leaves the operator's band around float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gpu_faults
+import hot_samples
+import ptx_gpu
+import pytest
+import torch
+from gpu_faults import Fault
+from ptx_machine import MachineError
+
+import fusedops
+from fusedops._core import env
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import ComparisonResult, difference_from_truth, fresh, run
+
+pytest.importorskip("triton")
+if env.triton_interpreted():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CPU = torch.device("cpu")
+SEEDS = 3
+FAULTS_OF_A_KERNEL = int(os.environ.get("FAULTS_OF_A_KERNEL", "24"))
+ORDERS = ("ordering dropped", "waits for a group less")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator, with its gradients, on the GPU of a compute capability."""
+
+    spec: Spec
+    capability: int
+    sample: Sample
+    run: Callable[[], ComparisonResult]
+
+    def execute(self, change: Callable[[str], str], seed: int = 0) -> ComparisonResult:
+        """Run the call with PTX that ``change`` returns for the compiled one."""
+        with ptx_gpu.present(self.capability, seed) as gpu, fusedops.use_backend("triton"):
+            gpu.change = change
+            return self.run()
+
+
+def sample_call(op: str, capability: int) -> Call:
+    """Return the call of the first sample of an operator."""
+    spec = all_specs()[op]
+    sample = spec.samples(CPU, torch.bfloat16)[0]
+    return Call(spec, capability, fresh(sample), lambda: run(spec.op, fresh(sample)))
+
+
+def hot_call(op: str, name: str) -> Call:
+    """Return a call of the static report, on sm_90."""
+    (call,) = [each for each in hot_samples.calls(op, torch.bfloat16) if each.name == name]
+    sample = call.sample(hot_samples.New(CPU, torch.bfloat16))
+    return Call(all_specs()[op], 90, call.plain(sample), lambda: call.run(sample))
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    **{
+        f"{op} on sm_{capability}": lambda op=op, capability=capability: sample_call(op, capability)
+        for op, capability in (
+            *(("attention", 80), ("cross_entropy", 80), ("linear_act", 80), ("add_rms_norm", 80)),
+            *(("attention", 90), ("linear_glu", 90), ("moe_sort", 90), ("layer_norm", 90)),
+        )
+    },
+    "product of tensor maps": lambda: hot_call("linear_act", "272x272x528 along"),
+    "product of cp.async": lambda: hot_call("linear_act", "272x272x528 apart"),
+}
+
+
+def outcome(call: Call, original: str, fault: Fault, expected: ComparisonResult) -> str:
+    """Return how a planted fault ended: ``refused``, ``wrong``, ``survived`` or ``no effect``."""
+    same = True
+    for seed in range(SEEDS if fault.kind in ORDERS else 1):
+        try:
+            result = call.execute(lambda text: fault.text if text == original else text, seed)
+        except MachineError:
+            return "refused"
+        if difference_from_truth(result, call.spec, call.sample) is not None:
+            return "wrong"
+        pairs = zip(
+            [*result.outputs, *result.grads], [*expected.outputs, *expected.grads], strict=True
+        )
+        same &= all(torch.equal(one, other) for one, other in pairs)
+    return "no effect" if same and fault.kind not in ORDERS else "survived"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_planted_faults_are_found(name: str) -> None:
+    call = CALLS[name]()
+    texts: list[str] = []
+    expected = call.execute(lambda text: texts.append(text) or text)
+    found: Counter[str] = Counter()
+    survivors = []
+    for number, text in enumerate(dict.fromkeys(texts)):
+        for fault in gpu_faults.chosen_faults(text, FAULTS_OF_A_KERNEL, seed=number):
+            how = outcome(call, text, fault, expected)
+            found[how] += 1
+            if how == "survived":
+                survivors.append(
+                    f"{fault.kind}, line {fault.line}: {fault.before} -> {fault.after}"
+                )
+    print(f"{name}: {dict(found)}", *survivors, sep="\n  ")
+    num_planted = sum(found.values()) - found["no effect"]
+    assert len(survivors) <= 0.05 * num_planted, survivors

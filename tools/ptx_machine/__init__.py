@@ -1,0 +1,151 @@
+"""Executes PTX on the CPU: what Triton and nvcc compile for a GPU, without one.
+
+    from ptx_machine import Program
+    Program(text).run(grid=(4, 1, 1), threads=128, arguments=[x, y, 1000], tensors=[x, y])
+
+The machine (C++, in this folder) executes warps of 32 lanes in an order that a seed decides. Global
+memory is that of tensors on the host; every access is compared with them. Shared memory begins
+unwritten, and reads and writes of it by two warps must have a barrier between them. What is wrong
+raises ``MachineError`` with kernel, block, warp, lanes, line of the PTX and line of Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+BUILD = FOLDER.parents[1] / "build" / "ptx_machine"
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-Wall")
+
+
+class MachineError(RuntimeError):
+    """A kernel does what a GPU does not promise, or what the machine does not know."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the machine, compiled if its sources have changed."""
+    sources = sorted(FOLDER.glob("*.cpp"))
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in [*sources, *sorted(FOLDER.glob("*.h"))]:
+        digest.update(path.read_bytes())
+    target = BUILD / f"{digest.hexdigest()[:16]}.so"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:  # one of several processes compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(sources, target)
+    loaded = ctypes.CDLL(str(target))
+    loaded.ptx_parse.restype = ctypes.c_void_p
+    return loaded
+
+
+def _compile(sources: Sequence[Path], target: Path) -> None:
+    objects = [BUILD / f"{path.stem}.o" for path in sources]
+    running = [
+        subprocess.Popen(["g++", *FLAGS, "-c", path, "-o", to])
+        for path, to in zip(sources, objects, strict=True)
+    ]
+    failures = [process.wait() for process in running]
+    if any(failures):
+        raise MachineError("the machine does not compile: see the messages of g++ above")
+    made = target.with_suffix(".tmp")
+    subprocess.run(["g++", *FLAGS, "-shared", *objects, "-o", made], check=True)
+    made.replace(target)
+
+
+class Program:
+    """A kernel of a PTX module.
+
+    Raises:
+        MachineError: the text has an instruction that the machine does not know, with its line.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._library = library()
+        message = ctypes.create_string_buffer(4096)
+        handle = self._library.ptx_parse(text.encode(), message, len(message))
+        if not handle:
+            raise MachineError(message.value.decode())
+        self._handle = ctypes.c_void_p(handle)
+        self.parameters: list[tuple[int, int]] = []  # bytes and offset of each
+        for index in range(self._library.ptx_num_parameters(self._handle)):
+            size, offset = ctypes.c_int(), ctypes.c_int()
+            self._library.ptx_parameter(
+                self._handle, index, ctypes.byref(size), ctypes.byref(offset)
+            )
+            self.parameters.append((size.value, offset.value))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._library.ptx_free(self._handle)
+
+    def run(
+        self,
+        *,
+        grid: Sequence[int],
+        threads: int,
+        arguments: Sequence[bytes],
+        tensors: Sequence[torch.Tensor],
+        shared: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Execute all blocks.
+
+        Args:
+            grid: blocks in x, y and z.
+            threads: of a block.
+            arguments: the bytes of each parameter; those behind the last are zero.
+            tensors: whose memory the kernel may access.
+            shared: bytes of dynamic shared memory.
+            seed: decides the order of blocks and warps, and when copies land.
+
+        Raises:
+            MachineError: the kernel does something that is wrong.
+        """
+        size = max((offset + size for size, offset in self.parameters), default=0)
+        memory = bytearray(size)
+        for (length, offset), argument in zip(self.parameters, arguments, strict=False):
+            if len(argument) != length:
+                raise MachineError(f"a parameter of {length} bytes gets {len(argument)}")
+            memory[offset : offset + length] = argument
+        ranges = memory_of(tensors)
+        count = len(ranges)
+        message = ctypes.create_string_buffer(4096)
+        failed = self._library.ptx_run(
+            self._handle,
+            (ctypes.c_int * 3)(*grid),
+            (ctypes.c_int * 3)(threads, 1, 1),
+            shared,
+            (ctypes.c_uint8 * max(size, 1)).from_buffer(memory or bytearray(1)),
+            size,
+            (ctypes.c_uint64 * count)(*(begin for begin, _, _ in ranges)),
+            (ctypes.c_uint64 * count)(*(end for _, end, _ in ranges)),
+            (ctypes.c_char_p * count)(*(name.encode() for _, _, name in ranges)),
+            count,
+            ctypes.c_uint64(seed),
+            message,
+            len(message),
+        )
+        if failed:
+            raise MachineError(message.value.decode())
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, str]]:
+    """Return begin, end and name of the memory of each storage of ``tensors``."""
+    storages: dict[int, tuple[int, int, str]] = {}
+    for index, tensor in enumerate(tensors):
+        storage: Any = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        name = f"argument {index}: {list(tensor.shape)} {str(tensor.dtype)[6:]}"
+        storages.setdefault(begin, (begin, begin + storage.nbytes(), name))
+    return list(storages.values())

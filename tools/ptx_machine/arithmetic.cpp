@@ -1,0 +1,388 @@
+// Instructions that compute a register of each lane from registers of the same lane.
+#include <cmath>
+#include <limits>
+
+#include "instructions.h"
+
+namespace ptx {
+namespace {
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using s16 = int16_t;
+using s32 = int32_t;
+using s64 = int64_t;
+
+struct Bf16 {
+  u16 bits;
+};
+struct Bf16x2 {
+  u16 low, high;
+};
+struct F32x2 {
+  float low, high;
+};
+struct Predicate {
+  bool value;
+};
+
+template <typename T>
+T from(u64 bits) {
+  if constexpr (std::is_same_v<T, Predicate>) {
+    return {bool(bits & 1)};
+  } else {
+    T value;
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+  }
+}
+template <typename T>
+u64 bits(T value) {
+  if constexpr (std::is_same_v<T, Predicate>) {
+    return value.value;
+  } else {
+    u64 result = 0;
+    std::memcpy(&result, &value, sizeof(T));
+    return result;
+  }
+}
+
+float wide(Bf16 value) {
+  return from<float>(u64(value.bits) << 16);
+}
+float number(Bf16 value) {
+  return wide(value);
+}
+float number(_Float16 value) {
+  return float(value);
+}
+Bf16 narrow(float value) {
+  return {bfloat16(value)};
+}
+
+// A handler that calls F with the operands behind the first, of the types of its parameters.
+template <auto F, typename Result, typename... Arguments>
+struct Lanes {
+  static void run(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+    call(block, warp, instruction, lanes, std::index_sequence_for<Arguments...>());
+  }
+  template <size_t... I>
+  static void call(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes,
+                   std::index_sequence<I...>) {
+    const auto& operands = instruction.operands;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (!(lanes >> lane & 1)) continue;
+      const Result result = F(from<Arguments>(block.value(warp, operands[I + 1], lane))...);
+      block.set(warp, operands[0], lane, bits(result));
+    }
+  }
+};
+template <typename Signature>
+struct Typed;
+template <typename Result, typename... Arguments>
+struct Typed<Result (*)(Arguments...)> {
+  template <auto F>
+  static constexpr Handler handler = Lanes<F, Result, Arguments...>::run;
+};
+template <auto F>
+constexpr Handler lanes = Typed<decltype(+F)>::template handler<F>;
+
+float flushed(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// min and max give the other operand for a NaN, and -0 is less than 0.
+float larger(float a, float b) {
+  if (a == b) return std::signbit(a) ? b : a;
+  return std::fmax(a, b);
+}
+float smaller(float a, float b) {
+  if (a == b) return std::signbit(a) ? a : b;
+  return std::fmin(a, b);
+}
+
+// Division by zero gives all bits; the least number divided by -1 is itself.
+template <typename T>
+T quotient(T a, T b) {
+  if (b == 0) return T(-1);
+  return std::is_signed_v<T> && b == T(-1) ? T(-std::make_unsigned_t<T>(a)) : T(a / b);
+}
+template <typename T>
+T remainder(T a, T b) {
+  if (b == 0) return a;
+  return std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b);
+}
+template <typename T>
+T shifted_left(T a, u32 by) {
+  return by >= sizeof(T) * 8 ? 0 : T(a << by);
+}
+template <typename T>
+T shifted_right(T a, u32 by) {
+  const u32 most = sizeof(T) * 8 - 1;
+  return by > most ? (std::is_signed_v<T> ? T(a >> most) : T(0)) : T(a >> by);
+}
+template <typename T>
+T bit_field(T value, u32 begin, u32 length) {
+  begin &= 255;
+  length &= 255;
+  if (length == 0) return 0;
+  T result = 0;
+  const u32 sign_at = std::min(begin + length - 1, 31u);
+  const bool sign = std::is_signed_v<T> && (value >> sign_at & 1);
+  for (u32 i = 0; i < 32; ++i) {
+    const bool bit = i < length && begin + i < 32 ? (value >> (begin + i) & 1) : sign;
+    result |= T(u32(bit) << i);
+  }
+  return result;
+}
+u32 permuted(u32 a, u32 b, u32 selector) {
+  const u64 both = u64(b) << 32 | a;
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 choice = selector >> 4 * i & 15;
+    u32 byte = both >> 8 * (choice & 7) & 255;
+    if (choice & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
+u32 funnel_shifted(u32 low, u32 high, u32 by) {
+  by &= 31;
+  return by ? high << by | low >> (32 - by) : high;
+}
+template <typename T>
+T rounded_to_zero(double x) {
+  if (std::isnan(x)) return 0;
+  if (x <= double(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
+  if (x >= double(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
+  return T(x);
+}
+template <auto F>
+F32x2 pairs(F32x2 a, F32x2 b) {
+  return {F(a.low, b.low), F(a.high, b.high)};
+}
+template <auto F>
+Bf16x2 halves(Bf16x2 a, Bf16x2 b) {
+  return {narrow(F(wide({a.low}), wide({b.low}))).bits,
+          narrow(F(wide({a.high}), wide({b.high}))).bits};
+}
+constexpr auto plus = [](float a, float b) { return a + b; };
+constexpr auto minus = [](float a, float b) { return a - b; };
+constexpr auto times = [](float a, float b) { return a * b; };
+
+template <typename T>
+void integers(Table& table, const std::string& s, const std::string& u, const std::string& b) {
+  using U = std::make_unsigned_t<T>;
+  table["add." + s] = table["add." + u] = lanes<[](U a, U b) { return U(a + b); }>;
+  table["sub." + s] = table["sub." + u] = lanes<[](U a, U b) { return U(a - b); }>;
+  table["mul.lo." + s] = table["mul.lo." + u] = lanes<[](U a, U b) { return U(a * b); }>;
+  table["mad.lo." + s] = table["mad.lo." + u] =
+      lanes<[](U a, U b, U c) { return U(U(a * b) + c); }>;
+  table["and." + b] = lanes<[](U a, U b) { return U(a & b); }>;
+  table["or." + b] = lanes<[](U a, U b) { return U(a | b); }>;
+  table["xor." + b] = lanes<[](U a, U b) { return U(a ^ b); }>;
+  table["not." + b] = lanes<[](U a) { return U(~a); }>;
+  table["shl." + b] = lanes<[](U a, u32 by) { return shifted_left<U>(a, by); }>;
+  table["shr." + u] = table["shr." + b] =
+      lanes<[](U a, u32 by) { return shifted_right<U>(a, by); }>;
+  table["shr." + s] = lanes<[](T a, u32 by) { return shifted_right<T>(a, by); }>;
+  table["neg." + s] = lanes<[](U a) { return U(-a); }>;
+  table["abs." + s] = lanes<[](T a) { return a < 0 ? T(-U(a)) : a; }>;
+  table["min." + s] = lanes<[](T a, T b) { return std::min(a, b); }>;
+  table["max." + s] = lanes<[](T a, T b) { return std::max(a, b); }>;
+  table["min." + u] = lanes<[](U a, U b) { return std::min(a, b); }>;
+  table["max." + u] = lanes<[](U a, U b) { return std::max(a, b); }>;
+  table["div." + s] = lanes<[](T a, T b) { return quotient<T>(a, b); }>;
+  table["div." + u] = lanes<[](U a, U b) { return quotient<U>(a, b); }>;
+  table["rem." + s] = lanes<[](T a, T b) { return remainder<T>(a, b); }>;
+  table["rem." + u] = lanes<[](U a, U b) { return remainder<U>(a, b); }>;
+}
+
+// selp and setp have a predicate as their last operand or as their result.
+template <typename T>
+constexpr Handler choose = lanes<[](T a, T b, Predicate first) { return first.value ? a : b; }>;
+
+template <typename T, auto Wide>
+void comparisons(Table& table, const std::string& type) {
+  table["setp.eq." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) == Wide(b)}; }>;
+  // Of floats ne is false for a NaN.
+  table["setp.ne." + type] = lanes<[](T a, T b) {
+    return Predicate{Wide(a) != Wide(b) && Wide(a) == Wide(a) && Wide(b) == Wide(b)};
+  }>;
+  table["setp.neu." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) != Wide(b)}; }>;
+  table["setp.lt." + type] =
+      lanes<[](T a, T b) { return Predicate{std::less()(Wide(a), Wide(b))}; }>;
+  table["setp.le." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) <= Wide(b)}; }>;
+  table["setp.gt." + type] =
+      lanes<[](T a, T b) { return Predicate{std::greater()(Wide(a), Wide(b))}; }>;
+  table["setp.ge." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) >= Wide(b)}; }>;
+  table["setp.nan." + type] =
+      lanes<[](T a, T b) { return Predicate{Wide(a) != Wide(a) || Wide(b) != Wide(b)}; }>;
+  table["setp.num." + type] =
+      lanes<[](T a, T b) { return Predicate{Wide(a) == Wide(a) && Wide(b) == Wide(b)}; }>;
+}
+// setp of two halves: %p|%q.
+template <typename T, auto Compare>
+void compare_halves(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const auto& operands = instruction.operands;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    const u64 a = block.value(warp, operands[1], lane), b = block.value(warp, operands[2], lane);
+    block.set(warp, operands[0], lane, Compare(from<T>(a), from<T>(b)));
+    warp.registers[operands[0].second][lane] = Compare(from<T>(a >> 16), from<T>(b >> 16));
+  }
+}
+template <typename T>
+void packed_comparisons(Table& table, const std::string& type) {
+  table["setp.eq." + type] = compare_halves<T, [](T a, T b) { return number(a) == number(b); }>;
+  table["setp.lt." + type] =
+      compare_halves<T, [](T a, T b) { return std::less()(number(a), number(b)); }>;
+  table["setp.gt." + type] =
+      compare_halves<T, [](T a, T b) { return std::less()(number(b), number(a)); }>;
+}
+constexpr auto same = [](auto x) { return x; };
+constexpr auto widened = [](Bf16 x) { return wide(x); };
+
+void floats(Table& table) {
+  table["add.f32"] = table["add.rn.f32"] = lanes<[](float a, float b) { return a + b; }>;
+  table["sub.f32"] = table["sub.rn.f32"] = lanes<[](float a, float b) { return a - b; }>;
+  table["mul.f32"] = table["mul.rn.f32"] = lanes<[](float a, float b) { return a * b; }>;
+  table["fma.rn.f32"] = lanes<[](float a, float b, float c) { return std::fma(a, b, c); }>;
+  table["fma.rn.ftz.f32"] = lanes<[](float a, float b, float c) {
+    return flushed(std::fma(flushed(a), flushed(b), flushed(c)));
+  }>;
+  table["neg.f32"] = lanes<[](float a) { return -a; }>;
+  table["abs.f32"] = lanes<[](float a) { return std::fabs(a); }>;
+  table["min.f32"] = lanes<[](float a, float b) { return smaller(a, b); }>;
+  table["max.f32"] = lanes<[](float a, float b) { return larger(a, b); }>;
+  table["min.NaN.f32"] =
+      lanes<[](float a, float b) { return std::isnan(a) || std::isnan(b) ? kNan : smaller(a, b); }>;
+  table["max.NaN.f32"] =
+      lanes<[](float a, float b) { return std::isnan(a) || std::isnan(b) ? kNan : larger(a, b); }>;
+  table["div.full.f32"] = table["div.rn.f32"] = lanes<[](float a, float b) { return a / b; }>;
+  table["ex2.approx.f32"] = lanes<[](float a) { return std::exp2(a); }>;
+  table["ex2.approx.ftz.f32"] = lanes<[](float a) { return flushed(std::exp2(flushed(a))); }>;
+  table["lg2.approx.f32"] = lanes<[](float a) { return std::log2(a); }>;
+  table["rcp.approx.ftz.f32"] = lanes<[](float a) { return flushed(1.0f / flushed(a)); }>;
+  table["sqrt.rn.f32"] = lanes<[](float a) { return std::sqrt(a); }>;
+  table["sqrt.approx.ftz.f32"] = lanes<[](float a) { return flushed(std::sqrt(flushed(a))); }>;
+  table["rsqrt.approx.ftz.f32"] = lanes<[](float a) { return 1.0f / std::sqrt(flushed(a)); }>;
+  table["add.f64"] = lanes<[](double a, double b) { return a + b; }>;
+  table["sub.f64"] = lanes<[](double a, double b) { return a - b; }>;
+  table["mul.f64"] = lanes<[](double a, double b) { return a * b; }>;
+  table["fma.rn.f64"] = lanes<[](double a, double b, double c) { return std::fma(a, b, c); }>;
+  table["add.f32x2"] = lanes<pairs<plus>>;
+  table["sub.f32x2"] = lanes<pairs<minus>>;
+  table["mul.f32x2"] = lanes<pairs<times>>;
+  table["fma.rn.f32x2"] = lanes<[](F32x2 a, F32x2 b, F32x2 c) {
+    return F32x2{std::fma(a.low, b.low, c.low), std::fma(a.high, b.high, c.high)};
+  }>;
+  table["add.bf16x2"] = lanes<halves<plus>>;
+  table["fma.rn.bf16x2"] = lanes<[](Bf16x2 a, Bf16x2 b, Bf16x2 c) {
+    const auto one = [](u16 x, u16 y, u16 z) {
+      return narrow(std::fma(wide({x}), wide({y}), wide({z}))).bits;
+    };
+    return Bf16x2{one(a.low, b.low, c.low), one(a.high, b.high, c.high)};
+  }>;
+  table["add.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) + b; }>;
+  table["sub.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) - b; }>;
+  table["fma.rn.bf16"] =
+      lanes<[](Bf16 a, Bf16 b, Bf16 c) { return narrow(std::fma(wide(a), wide(b), wide(c))); }>;
+  table["add.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) + wide(b)); }>;
+  table["sub.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) - wide(b)); }>;
+  table["mul.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) * wide(b)); }>;
+  table["abs.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits & 0x7fff)}; }>;
+  table["neg.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits ^ 0x8000)}; }>;
+  table["min.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(smaller(wide(a), wide(b))); }>;
+  table["max.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(larger(wide(a), wide(b))); }>;
+  comparisons<float, same>(table, "f32");
+  comparisons<double, same>(table, "f64");
+  comparisons<Bf16, widened>(table, "bf16");
+  comparisons<_Float16, same>(table, "f16");
+  packed_comparisons<Bf16>(table, "bf16x2");
+  packed_comparisons<_Float16>(table, "f16x2");
+}
+
+void conversions(Table& table) {
+  table["cvt.f32.bf16"] = lanes<[](Bf16 a) { return wide(a); }>;
+  table["cvt.f64.bf16"] = lanes<[](Bf16 a) { return double(wide(a)); }>;
+  table["cvt.rn.bf16.f32"] = lanes<[](float a) { return narrow(a); }>;
+  table["cvt.rn.bf16x2.f32"] =
+      lanes<[](float high, float low) { return Bf16x2{narrow(low).bits, narrow(high).bits}; }>;
+  table["cvt.f32.f16"] = lanes<[](_Float16 a) { return float(a); }>;
+  table["cvt.rn.f16.f32"] = lanes<[](float a) { return _Float16(a); }>;
+  table["cvt.rn.f16x2.f32"] = lanes<[](float high, float low) {
+    return u32(u32(bits(_Float16(high))) << 16 | u32(bits(_Float16(low))));
+  }>;
+  table["cvt.rn.f32.f64"] = lanes<[](double a) { return float(a); }>;
+  table["cvt.f64.f32"] = lanes<[](float a) { return double(a); }>;
+  table["cvt.rn.f32.s32"] = lanes<[](s32 a) { return float(a); }>;
+  table["cvt.rn.f32.u32"] = lanes<[](u32 a) { return float(a); }>;
+  table["cvt.rn.f32.u16"] = lanes<[](u16 a) { return float(a); }>;
+  table["cvt.rzi.s32.f32"] = lanes<[](float a) { return rounded_to_zero<s32>(a); }>;
+  table["cvt.rzi.s64.f64"] = lanes<[](double a) { return rounded_to_zero<s64>(a); }>;
+  table["cvt.s16.s8"] = lanes<[](int8_t a) { return s16(a); }>;
+  table["cvt.s32.s8"] = lanes<[](int8_t a) { return s32(a); }>;
+  table["cvt.s32.s16"] = lanes<[](s16 a) { return s32(a); }>;
+  table["cvt.u16.u64"] = lanes<[](u64 a) { return u16(a); }>;
+  table["cvt.u64.u16"] = lanes<[](u16 a) { return u64(a); }>;
+  table["cvt.rn.f32.s16"] = lanes<[](s16 a) { return float(a); }>;
+  table["cvt.rn.f32.s64"] = lanes<[](s64 a) { return float(a); }>;
+  table["cvt.rn.f32.u64"] = lanes<[](u64 a) { return float(a); }>;
+  table["cvt.s64.s32"] = lanes<[](s32 a) { return s64(a); }>;
+  table["cvt.u64.u32"] = lanes<[](u32 a) { return u64(a); }>;
+  table["cvt.u32.u64"] = lanes<[](u64 a) { return u32(a); }>;
+  table["cvt.u16.u32"] = lanes<[](u32 a) { return u16(a); }>;
+  table["cvt.u32.u16"] = lanes<[](u16 a) { return u32(a); }>;
+}
+
+}  // namespace
+
+void add_arithmetic(Table& table) {
+  integers<s16>(table, "s16", "u16", "b16");
+  integers<s32>(table, "s32", "u32", "b32");
+  integers<s64>(table, "s64", "u64", "b64");
+  table["mul.wide.u16"] = lanes<[](u16 a, u16 b) { return u32(a) * b; }>;
+  table["mul.wide.s32"] = lanes<[](s32 a, s32 b) { return s64(a) * b; }>;
+  table["mul.wide.u32"] = lanes<[](u32 a, u32 b) { return u64(a) * b; }>;
+  table["mad.wide.s32"] = lanes<[](s32 a, s32 b, s64 c) { return s64(u64(s64(a) * b) + u64(c)); }>;
+  table["mad.wide.u32"] = lanes<[](u32 a, u32 b, u64 c) { return u64(a) * b + c; }>;
+  table["mul.hi.u32"] = lanes<[](u32 a, u32 b) { return u32(u64(a) * b >> 32); }>;
+  table["mul.hi.s32"] = lanes<[](s32 a, s32 b) { return s32(s64(a) * b >> 32); }>;
+  table["mul.hi.u64"] = lanes<[](u64 a, u64 b) { return u64((unsigned __int128)(a)*b >> 64); }>;
+  table["mul.wide.s16"] = lanes<[](s16 a, s16 b) { return s32(a) * b; }>;
+  table["popc.b32"] = lanes<[](u32 a) { return u32(std::popcount(a)); }>;
+  table["clz.b32"] = lanes<[](u32 a) { return u32(std::countl_zero(a)); }>;
+  table["bfe.s32"] = lanes<[](s32 a, u32 b, u32 c) { return bit_field<s32>(a, b, c); }>;
+  table["bfe.u32"] = lanes<[](u32 a, u32 b, u32 c) { return bit_field<u32>(a, b, c); }>;
+  table["prmt.b32"] = lanes<[](u32 a, u32 b, u32 c) { return permuted(a, b, c); }>;
+  table["shf.l.wrap.b32"] = lanes<funnel_shifted>;
+  const auto predicates = [&](const char* name, Handler handler) { table[name] = handler; };
+  predicates("and.pred",
+             lanes<[](Predicate a, Predicate b) { return Predicate{a.value && b.value}; }>);
+  predicates("or.pred",
+             lanes<[](Predicate a, Predicate b) { return Predicate{a.value || b.value}; }>);
+  predicates("xor.pred",
+             lanes<[](Predicate a, Predicate b) { return Predicate{a.value != b.value}; }>);
+  predicates("not.pred", lanes<[](Predicate a) { return Predicate{!a.value}; }>);
+  for (const char* type : {"b16", "s16", "u16"}) table[std::string("selp.") + type] = choose<u16>;
+  for (const char* type : {"b32", "s32", "u32", "f32"})
+    table[std::string("selp.") + type] = choose<u32>;
+  for (const char* type : {"b64", "s64", "u64", "f64"})
+    table[std::string("selp.") + type] = choose<u64>;
+  comparisons<s16, same>(table, "s16");
+  comparisons<u16, same>(table, "u16");
+  comparisons<u16, same>(table, "b16");
+  comparisons<s32, same>(table, "s32");
+  comparisons<u32, same>(table, "u32");
+  comparisons<u32, same>(table, "b32");
+  comparisons<s64, same>(table, "s64");
+  comparisons<u64, same>(table, "u64");
+  comparisons<u64, same>(table, "b64");
+  floats(table);
+  conversions(table);
+}
+
+}  // namespace ptx

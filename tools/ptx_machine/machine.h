@@ -1,0 +1,219 @@
+// Executes a kernel: blocks in any order, warps of 32 lanes with masks, memory that is checked.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+
+#include "program.h"
+
+namespace ptx {
+
+constexpr int kLanes = 32;
+constexpr uint32_t kAll = 0xffffffff;
+constexpr size_t kMostBarriers = 64;
+constexpr uint64_t kMostSteps = 50'000'000;  // of the warps of a block: what takes more hangs
+
+// Makes a clock know what another one knows.
+inline void join(std::vector<uint32_t>& clock, const std::vector<uint32_t>& other) {
+  for (size_t i = 0; i < clock.size() && i < other.size(); ++i)
+    clock[i] = std::max(clock[i], other[i]);
+}
+
+// Memory that a launch may use: a tensor.
+struct Allocation {
+  uint64_t begin = 0, end = 0;
+  std::string name;
+};
+
+struct Dim {
+  int x = 1, y = 1, z = 1;
+  int count() const { return x * y * z; }
+};
+
+struct Launch {
+  const Program* program = nullptr;
+  Dim grid, block;
+  int dynamic_shared = 0;
+  std::vector<uint8_t> parameters;
+  std::vector<Allocation> allocations;  // sorted by their begin
+  uint64_t seed = 0;
+};
+
+// A part of a warp whose lanes are at one instruction.
+struct Fragment {
+  int at = 0;
+  uint32_t lanes = 0;
+};
+
+// A copy to shared memory that cp.async has issued and that has not landed.
+struct Copy {
+  uint64_t source = 0;
+  uint32_t target = 0;
+  uint8_t bytes = 0, filled = 0;  // the first are copied, up to `filled` are zeros
+  int line = 0;
+};
+
+// A product of a warp's rows (wgmma) that was issued and not waited for.
+struct Product {
+  const Instruction* instruction = nullptr;
+  uint64_t left = 0, right = 0;  // descriptors of the matrices in shared memory
+  bool adds = false;             // to the accumulator
+};
+
+// An mbarrier in shared memory.
+struct Barrier {
+  uint32_t expected = 0, pending = 0;  // arrivals
+  int64_t bytes = 0;                   // that copies still have to bring
+  uint32_t phase = 0;                  // completed phases
+  size_t clock = 0;                    // its place in the clocks of warps
+  std::vector<uint32_t> arrived;       // what happened before the arrivals of this phase
+  std::vector<uint32_t> released;      // before those of the last completed one
+};
+
+// A box of a tensor on its way to shared memory (cp.async.bulk.tensor).
+struct Box {
+  std::vector<std::pair<uint64_t, uint32_t>> rows;  // from global memory (0: zeros) to shared
+  uint32_t row_bytes = 0;
+  uint32_t barrier = 0;
+  int swizzle = 0;
+  bool late = false;  // lands when a warp has asked its barrier in vain
+};
+
+struct Warp {
+  int number = 0;
+  uint32_t exited = 0;
+  std::vector<Fragment> fragments;  // by instruction, the first runs
+  std::vector<std::array<uint64_t, kLanes>> registers;
+  uint32_t at_barrier = 0;        // lanes that wait for the block
+  std::vector<Copy> open_copies;  // since the last commit_group
+  std::vector<std::vector<Copy>> groups;
+  std::vector<uint32_t> clock;  // per warp and mbarrier: what happened before (races)
+  std::vector<Product> open_products;
+  std::vector<std::vector<Product>> product_groups;
+  std::vector<uint32_t> fenced;  // what of that was before a fence of the two proxies
+  bool polls = false;            // the last step asked an mbarrier in vain
+  // Registers of products under way: a product may read them, or write them, until the wait.
+  enum Use : uint8_t { idle, read_by_product, written_by_product };
+  std::vector<Use> in_flight;
+  size_t num_in_flight = 0;
+  bool fenced_registers = false;  // by wgmma.fence, since the last wait for products
+};
+
+// Of a byte of shared memory: whether it was written, and by whom it was touched last.
+struct Cell {
+  uint32_t write_clock = 0;
+  uint32_t readers = 0, read_epoch = 0;  // warps, and how many barriers the block had passed
+  uint8_t writer = 0;
+  bool written = false, in_flight = false;
+  bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
+};
+
+class Block {
+ public:
+  Block(const Launch& launch, Dim index, std::mt19937_64& random);
+  void run();
+
+  uint64_t value(const Warp& warp, const Operand& operand, int lane) const {
+    switch (operand.kind) {
+      case Operand::reg:
+        return warp.registers[operand.index][lane];
+      case Operand::constant:
+        return operand.value;
+      case Operand::special:
+        return special(warp, operand.index, lane);
+      default:
+        throw Error("'" + operand.text + "' is no value");
+    }
+  }
+  uint64_t address(const Warp& warp, const Operand& operand, int lane) const {
+    return operand.value + (operand.index >= 0 ? warp.registers[operand.index][lane] : 0);
+  }
+  void set(Warp& warp, const Operand& operand, int lane, uint64_t value) {
+    if (operand.kind != Operand::reg) return;
+    if (warp.num_in_flight && warp.in_flight[operand.index])
+      fail("writes " + operand.text + ", which a wgmma under way uses");
+    warp.registers[operand.index][lane] = value;
+  }
+
+  // Memory. Each raises Error with who, where and what.
+  void read_global(uint64_t address, void* to, int bytes);
+  void write_global(uint64_t address, const void* from, int bytes);
+  void read_shared(Warp& warp, uint64_t address, void* to, int bytes);
+  void write_shared(Warp& warp, uint64_t address, const void* from, int bytes);
+  const uint8_t* parameters(uint64_t offset, size_t bytes) const {
+    if (offset > launch_.parameters.size() || offset + bytes > launch_.parameters.size())
+      fail("reads " + std::to_string(bytes) + " bytes of parameters at " + std::to_string(offset));
+    return launch_.parameters.data() + offset;
+  }
+
+  void branch(Warp& warp, int target, uint32_t lanes);
+  void exit(Warp& warp, uint32_t lanes);
+  void wait_for_block(Warp& warp, uint32_t lanes);
+  void copy_async(Warp& warp, Copy copy);
+  void commit_copies(Warp& warp);
+  void wait_for_copies(Warp& warp, size_t groups_left);
+
+  // The asynchronous proxy of sm_90 (async.cpp).
+  void begin_barrier(Warp& warp, uint64_t address, uint32_t count);
+  void end_barrier(uint64_t address);
+  void arrive(Warp& warp, uint64_t address, uint32_t bytes);
+  bool passed(Warp& warp, uint64_t address, uint32_t parity);
+  void copy_box(Warp& warp, Box box);
+  void issue(Warp& warp, Product product);
+  void commit_products(Warp& warp);
+  void wait_for_products(Warp& warp, size_t groups_left);
+  void fence_proxy(Warp& warp) {
+    join(warp.fenced, warp.clock);
+    ++warp.clock[warp.number];  // what the warp writes from now on
+  }
+
+ private:
+  Barrier& barrier_at(uint64_t address);
+  void complete(Barrier& barrier);
+  void land_box(const Box& box, size_t row);
+  void land_some_boxes();
+  void execute(Warp& warp, const Product& product);
+  void check_matrix(Warp& warp, uint64_t address);
+  void check_in_flight(const Warp& warp, const Instruction& instruction) const;
+  uint64_t special(const Warp& warp, int index, int lane) const;
+  void step(Warp& warp);
+  void release_barrier();
+  void land(Warp& warp, const Copy& copy);
+  void land_some(Warp& warp);
+  void check_shared(uint64_t address, int bytes) const;
+  void note_reader(const Warp& warp, uint64_t address);
+  void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
+  void check_global(uint64_t address, int bytes, const char* verb) const;
+  [[noreturn]] void fail(const std::string& what) const;
+
+  const Launch& launch_;
+  const Program& program_;
+  Dim index_;
+  std::mt19937_64& random_;
+  std::vector<Warp> warps_;
+  std::vector<uint8_t> shared_;
+  std::vector<Cell> cells_;
+  std::vector<std::pair<Warp*, Fragment>> waiting_;  // at the barrier
+  std::map<uint64_t, Barrier> barriers_;             // by their address
+  std::map<uint64_t, Barrier> ended_;                // those that were invalidated
+  std::vector<Box> boxes_;                           // under way
+  uint32_t epoch_ = 1;                               // one more at each barrier of the block
+  size_t num_clocks_ = 0, num_barriers_ = 0;
+  uint64_t num_steps_ = 0;
+  uint64_t vain_polls_ = 0;  // of mbarriers, since something happened
+  // What runs now, for messages.
+  const Warp* running_ = nullptr;
+  const Instruction* current_ = nullptr;
+  uint32_t lanes_ = 0;
+};
+
+// Runs all blocks of a launch, in an order that the seed decides.
+void run(const Launch& launch);
+
+}  // namespace ptx
