@@ -96,6 +96,7 @@ def _page(spec: Spec) -> str:
         "## Contract",
         "\n".join(
             [
+                f"* Backends: {', '.join(_backends(spec.name))}.",
                 f"* Autocast: `{spec.autocast}`: {dtypes.AUTOCAST_RULES[spec.autocast]}.",
                 f"* Second derivative: {'yes' if spec.double_backward else 'no'}.",
                 f"* Tested on {_count(spec)} calls per backend and dtype; "
@@ -179,16 +180,22 @@ def _keys() -> str:
     return f"```toml\n{text.strip()}\n```"
 
 
+def _backends(op: str) -> list[str]:
+    """Return the backends of an op, the reference last."""
+    present = {
+        "cpp": extension.has_operator("fusedops_cpp", op),
+        "cuda": op in cuda_on_host.kernel_names(),
+        "triton": (ROOT / "fusedops" / "kernels" / f"{op}.py").exists(),
+        "torch": True,
+    }
+    return [name for name, is_there in present.items() if is_there]
+
+
 def _ops_table(specs: Iterable[Spec]) -> str:
-    cuda_kernels = cuda_on_host.kernel_names()
     lines = ["| op | what it does | CPU | Triton | CUDA C++ |", "|---|---|---|---|---|"]
     for spec in specs:
-        backends = (
-            extension.has_operator("fusedops_cpp", spec.name),
-            (ROOT / "fusedops" / "kernels" / f"{spec.name}.py").exists(),
-            spec.name in cuda_kernels,
-        )
-        marks = " | ".join("yes" if backend else "" for backend in backends)
+        backends = _backends(spec.name)
+        marks = " | ".join("yes" if name in backends else "" for name in ("cpp", "triton", "cuda"))
         lines.append(f"| [`{spec.name}`](ops/{spec.name}.md) | {spec.summary} | {marks} |")
     return "\n".join(lines)
 

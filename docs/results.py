@@ -286,7 +286,7 @@ def demo_line() -> str:
     size = f"{record['parameters'] / 1e6:.0f} M parameters"
     return (
         f"* **With AdamW** (`make demo`: GPT-2 of {size}, two Zen 5 cores): {gains[0]},\n"
-        f"  {gains[1]} autocast, which converts the float32 weights in each step."
+        f"  {gains[1]} autocast."
     )
 
 

@@ -98,8 +98,7 @@ def adamw(
 
     Note:
         Arithmetic is float32 (float64 for float64); each result is rounded once. Every element is
-        computed independently: the bits do not depend on threads, batches and shards. Backends:
-        cpp, triton, torch.
+        computed independently: the bits do not depend on threads, batches and shards.
 
     Reference:
         Loshchilov, Hutter: Decoupled Weight Decay Regularization, arXiv:1711.05101.

@@ -58,8 +58,8 @@ def add_layer_norm(
         gradients are summed in a fixed order: the same bits for any number of threads. The dropout
         mask is drawn by a counter from a seed of torch's generator and never stored: the same in
         forward, backward, recomputation and on every backend. Saves ``summed``, ``weight``, two
-        numbers per row and the seed; never ``input``. Backends: cpp, cuda, triton, torch. Under
-        autocast: as torch's layer_norm, float32 on CUDA, unchanged on the CPU.
+        numbers per row and the seed; never ``input``. Under autocast: as torch's layer_norm,
+        float32 on CUDA, unchanged on the CPU.
 
     Reference:
         Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450.

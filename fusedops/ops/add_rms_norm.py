@@ -64,7 +64,7 @@ def add_rms_norm(
         bits for any number of threads. The dropout mask is drawn by a counter from a seed of
         torch's generator and never stored: the same in forward, backward, recomputation and on
         every backend. Saves ``summed``, ``weight``, one number per row and the seed; never
-        ``input``. Backends: cpp, cuda, triton, torch. Under autocast: as ``rms_norm``.
+        ``input``. Under autocast: as ``rms_norm``.
 
     Reference:
         Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.

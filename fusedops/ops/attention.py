@@ -96,9 +96,8 @@ def attention(
         counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give the result of the
         formula; the log-sum-exp is NaN if a score is inf. NaN in a key or value that a query may
         not attend may or may not reach the query (as 0 times NaN), because blocks of such keys are
-        skipped, as in torch's kernels. A dropped weight is 0 even if it was NaN. Backends: cpp,
-        triton, torch. Under autocast query, key and value are cast, as torch does; mask, slopes and
-        sinks keep their dtype.
+        skipped, as in torch's kernels. A dropped weight is 0 even if it was NaN. Under autocast
+        query, key and value are cast, as torch does; mask, slopes and sinks keep their dtype.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Dao: FlashAttention-2,

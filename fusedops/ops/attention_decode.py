@@ -62,8 +62,8 @@ def attention_decode(
     Note:
         Reads each key and value once, whatever the number of query heads that share them. Entries
         after the length are not read and may have any value. Float32 scores and sums; NaN and
-        infinities as in ``attention``; deterministic. Backends: cpp, triton, torch. Under autocast
-        all floating arguments are cast.
+        infinities as in ``attention``; deterministic. Under autocast all floating arguments are
+        cast.
 
     Reference:
         Shazeer: Fast Transformer Decoding, arXiv:1911.02150.

@@ -77,8 +77,7 @@ def attention_varlen(
     Note:
         Numerics, saved tensors, determinism and non-finite values are those of ``attention``; no
         value of one sequence reaches another. Dropout draws by a counter at ``(h * tokens_q + t) *
-        max_seqlen_k + j``. Backends: cpp, triton, torch. Under autocast query, key and value are
-        cast.
+        max_seqlen_k + j``. Under autocast query, key and value are cast.
 
     Reference:
         Dao: FlashAttention-2, arXiv:2307.08691.

@@ -49,8 +49,7 @@ def baddbmm(
         the result is rounded once. So is the gradient of a broadcast operand, which is summed in
         float32. On the CPU an element depends on its row, its column and its addend alone, and no
         result on the number of threads. Saves ``batch1`` and ``batch2``; the addend is not saved.
-        Backends: cpp, triton, torch. Under autocast all tensors are cast, as torch does for
-        baddbmm.
+        Under autocast all tensors are cast, as torch does for baddbmm.
 
     Reference:
         Press, Smith, Lewis: Train Short, Test Long (ALiBi), arXiv:2108.12409, for the addend

@@ -49,7 +49,7 @@ def bias_dropout_add(
         is summed in a fixed order: the same bits for any number of threads. The dropout mask is
         drawn by a counter from a seed of torch's generator and never stored: the same in forward,
         backward, recomputation and on every backend. Saves the bias and the seed, no activation.
-        Backends: cpp, triton, torch. Under autocast arguments keep their dtypes.
+        Under autocast arguments keep their dtypes.
 
     Example:
         >>> import torch, fusedops

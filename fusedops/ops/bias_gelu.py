@@ -33,9 +33,9 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none"
 
     Note:
         Sum and activation are float32 (float64 for float64); the result is rounded once, where
-        eager torch also rounds the sum. The bias gradient is summed in a fixed order: the same
-        bits for any number of threads. Saves ``input`` and ``bias`` only. Backends: cpp, cuda,
-        triton, torch. Under autocast all arguments are cast to the widest dtype among them.
+        eager torch also rounds the sum. The bias gradient is summed in a fixed order: the same bits
+        for any number of threads. Saves ``input`` and ``bias`` only. Under autocast all arguments
+        are cast to the widest dtype among them.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.

@@ -65,11 +65,10 @@ def cross_entropy(
         on the CPU; a loss is rounded once. What is added to all logits of a row changes neither its
         loss (but for the z-loss) nor its gradient by more than the rounding of the logits. A row's
         result does not depend on the other rows, and no result on the number of threads. Saves
-        ``logits``, ``target``, two numbers per row and a count; the backward recomputes the
-        softmax and writes a new tensor. Twice differentiable. Rows may be sharded, classes may not
-        (the vocabulary is replicated). The logits of an ignored row may have any value: its
-        gradient is 0, where torch's may be NaN. Backends: cpp, triton, torch. Under autocast the
-        logits keep their dtype.
+        ``logits``, ``target``, two numbers per row and a count; the backward recomputes the softmax
+        and writes a new tensor. Twice differentiable. Rows may be sharded, classes may not (the
+        vocabulary is replicated). The logits of an ignored row may have any value: its gradient is
+        0, where torch's may be NaN. Under autocast the logits keep their dtype.
 
     Reference:
         Szegedy et al.: Rethinking the Inception Architecture, arXiv:1512.00567 (label smoothing);

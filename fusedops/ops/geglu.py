@@ -30,7 +30,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
         also rounds ``gelu(gate)``. Finite inputs do not overflow. Saves ``gate`` and ``up`` only.
-        Backends: cpp, triton, torch. Autocast does not change the call.
+        Autocast does not change the call.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

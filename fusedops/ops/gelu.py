@@ -36,8 +36,7 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once. Finite inputs do
         not overflow. Infinities give torch's results: inf at inf, NaN at -inf, and a derivative of
-        NaN. Saves ``input`` only. Backends: cpp, cuda, triton, torch. Autocast does not change the
-        call, as for torch's function.
+        NaN. Saves ``input`` only. Autocast does not change the call, as for torch's function.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.

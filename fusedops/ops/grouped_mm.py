@@ -68,9 +68,8 @@ def grouped_mm(
         incoming gradient, and get a zero gradient. The host does not wait for a GPU: there, offsets
         that decrease or are too large give unspecified values, but no access outside of the
         tensors. On the CPU a row's result depends on the row and its weight alone. Saves ``input``,
-        the parameters and, with an activation, the pre-activation. Backends: cpp, triton, torch.
-        Under autocast all floating arguments are cast. With ``grad_weight_into`` the op is
-        differentiable once.
+        the parameters and, with an activation, the pre-activation. Under autocast all floating
+        arguments are cast. With ``grad_weight_into`` the op is differentiable once.
 
     Reference:
         Gale, Narayanan, Young, Zaharia: MegaBlocks, arXiv:2211.15841.

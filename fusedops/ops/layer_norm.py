@@ -40,11 +40,10 @@ def layer_norm(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Statistics and all arithmetic are float32 (float64 for float64); the result is rounded
-        once. A row's result does not depend on the other rows; parameter gradients are summed in
-        a fixed order: the same bits for any number of threads. Saves ``input``, ``weight`` and two
-        numbers per row. Backends: cpp, cuda, triton, torch. Under autocast: as torch, float32 on
-        CUDA, unchanged on the CPU.
+        Statistics and all arithmetic are float32 (float64 for float64); the result is rounded once.
+        A row's result does not depend on the other rows; parameter gradients are summed in a fixed
+        order: the same bits for any number of threads. Saves ``input``, ``weight`` and two numbers
+        per row. Under autocast: as torch, float32 on CUDA, unchanged on the CPU.
 
     Reference:
         Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450.

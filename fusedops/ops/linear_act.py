@@ -46,8 +46,8 @@ def linear_act(
         sums, which are rounded once. On the CPU a row's result does not depend on the other rows,
         nor any result on the number of threads. Saves ``input`` (not for ``"identity"`` with a
         frozen weight), the parameters and the pre-activation (not for ``"identity"``, and not if no
-        gradient is required). The weight's gradient has the memory layout of the weight. Backends:
-        cpp, triton, torch. Under autocast all arguments are cast, as torch does for linear.
+        gradient is required). The weight's gradient has the memory layout of the weight. Under
+        autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.

@@ -92,8 +92,8 @@ def linear_cross_entropy(
         ``F.linear`` and ``F.cross_entropy`` take 1188, 105 and 589 in bfloat16. The op is twice
         differentiable, by complete logits. Rows may be sharded, classes may not. Ignored rows of
         ``hidden`` may have any value (on Triton, where all rows are multiplied, NaN among them
-        reaches the gradient of ``weight``). Backends: cpp, triton, torch. Under autocast all
-        arguments are cast, as torch does for linear.
+        reaches the gradient of ``weight``). Under autocast all arguments are cast, as torch does
+        for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu

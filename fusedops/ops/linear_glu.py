@@ -53,8 +53,8 @@ def linear_glu(
         sums, and the result is rounded once. On the CPU a row's result does not depend on the other
         rows, nor any result on the number of threads; there the gradient of ``input``, a sum of two
         products, is rounded once as well. Saves ``input``, the weights and the two pre-activations
-        (not if no gradient is required). Backends: cpp, triton, torch. Under autocast all arguments
-        are cast, as torch does for linear.
+        (not if no gradient is required). Under autocast all arguments are cast, as torch does for
+        linear.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

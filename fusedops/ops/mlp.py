@@ -63,8 +63,8 @@ def mlp(
         Accumulates in float32 (float64 for float64); the hidden layer is rounded to the dtype of
         ``input`` between the products, as in eager torch. Saves ``input``, the parameters and the
         pre-activation ``z`` (not the hidden layer, which the backward computes from ``z``). With
-        ``recompute`` the results are the same bits on the CPU. Backends: cpp, triton, torch. Under
-        autocast all arguments are cast, as torch does for linear.
+        ``recompute`` the results are the same bits on the CPU. Under autocast all arguments are
+        cast, as torch does for linear.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762, section 3.3.

@@ -89,8 +89,8 @@ def moe_mlp(
         The sum over a token's slots is float32 in the order of the slots: that of
         ``moe_unpermute``, the same bits for any number of threads. Gradients to ``input``,
         ``plan.probs``, weights and biases; those of the weights have the weights' memory layout.
-        The op is twice differentiable, with ``grad_weights_into`` once. Backends: cpp, triton,
-        torch. Under autocast all but the probabilities are cast.
+        The op is twice differentiable, with ``grad_weights_into`` once. Under autocast all but the
+        probabilities are cast.
 
     Reference:
         Shazeer et al.: Outrageously Large Neural Networks, arXiv:1701.06538; Tan et al.:

@@ -54,7 +54,7 @@ def moe_pack(
     Note:
         One pass: each row is read and written once (twice read when quantized). A float8 scale is a
         power of two, so bytes are equal on all backends. The op has no gradient: the exchange in
-        ``fusedops.parallel`` sends gradients in the same layout. Backends: cpp, triton, torch.
+        ``fusedops.parallel`` sends gradients in the same layout.
 
     Example:
         >>> import torch, fusedops

@@ -34,8 +34,7 @@ def moe_permute(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         Copies bits. The gradient of a token is the sum of its kept rows' gradients, in slot order,
         in float32 (float64 for float64), rounded once; gradients of dropped rows are not read.
         Reads a token once, writes its ``top_k`` rows. Saves index tensors only; twice
-        differentiable. Columns may be sharded. Backends: cpp, triton, torch. Autocast does not
-        change the call.
+        differentiable. Columns may be sharded. Autocast does not change the call.
 
     Reference:
         Gale et al.: MegaBlocks, arXiv:2211.15841.

@@ -51,8 +51,8 @@ def moe_relayout(
 
     Note:
         Copies bits, reads and writes each row once; no host sync. The gradient is the inverse
-        conversion. Saves index tensors only; twice differentiable. Columns may be sharded.
-        Backends: cpp, triton, torch. Autocast does not change the call.
+        conversion. Saves index tensors only; twice differentiable. Columns may be sharded. Autocast
+        does not change the call.
 
     Reference:
         Lepikhin et al.: GShard, arXiv:2006.16668 (capacity).

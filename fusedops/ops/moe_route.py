@@ -92,8 +92,8 @@ def moe_route(
         with weights 0. +inf counts as the largest finite number. Arithmetic is float32 (float64 for
         float64). The host does not wait for the device, and shapes depend only on shapes. Saves the
         logits and the ids. Jitter is drawn by a counter: the same on every backend and in the
-        backward. Under ``keep_routing`` a recomputation uses the ids of the first pass.
-        Backends: cpp, triton, torch. Autocast does not change the call.
+        backward. Under ``keep_routing`` a recomputation uses the ids of the first pass. Autocast
+        does not change the call.
 
     Reference:
         Fedus et al.: Switch Transformers, arXiv:2101.03961; Lepikhin et al.: GShard,

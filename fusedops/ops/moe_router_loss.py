@@ -77,8 +77,8 @@ def moe_router_loss(
     Note:
         The gradient is computed in closed form, for the logits only: counts are constants. Saves
         the logits and the weights ``[num_sequences, E]``. Float32 arithmetic; sums in a fixed
-        order. The host does not wait for the device. NaN stays NaN. Backends: cpp, triton, torch.
-        Autocast does not change the call.
+        order. The host does not wait for the device. NaN stays NaN. Autocast does not change the
+        call.
 
     Reference:
         Fedus et al.: Switch Transformers, arXiv:2101.03961; Zoph et al.: ST-MoE, arXiv:2202.08906;

@@ -53,9 +53,8 @@ def moe_sort(
 
     Note:
         A counting sort: two passes over the ids, ``O(tokens * top_k + num_experts)`` on the CPU,
-        parallel; three launches on a GPU. Shapes depend only on shapes. Backends: cpp, triton,
-        torch. The op has no gradient, because all tensors are integers. Autocast does not change
-        the call.
+        parallel; three launches on a GPU. Shapes depend only on shapes. The op has no gradient,
+        because all tensors are integers. Autocast does not change the call.
 
     Example:
         >>> import torch, fusedops

@@ -33,8 +33,8 @@ def moe_unpack(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Exact: scales are powers of two and e4m3 has four significant bits. Backends: cpp, triton,
-        torch. The op has no gradient, as ``moe_pack``.
+        Exact: scales are powers of two and e4m3 has four significant bits. The op has no gradient,
+        as ``moe_pack``.
 
     Example:
         >>> import torch, fusedops

@@ -40,8 +40,8 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
         parallel ranks and threads. Gradients: ``probs * grad`` into the kept rows, zeros into the
         others; to ``plan.probs`` the product of row and gradient, 0 where dropped. Saves ``input``
         only if ``plan.probs`` requires a gradient, else index tensors; twice differentiable.
-        Columns may be sharded; partial sums (of tensor-parallel experts) stay partial. Backends:
-        cpp, triton, torch. Autocast does not change the call.
+        Columns may be sharded; partial sums (of tensor-parallel experts) stay partial. Autocast
+        does not change the call.
 
     Reference:
         Gale et al.: MegaBlocks, arXiv:2211.15841.

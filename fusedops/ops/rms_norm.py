@@ -60,8 +60,8 @@ def rms_norm(
         treat as zero. On a GPU the roundings are the same, the order of the sum is not. A row's
         result does not depend on the other rows; the weight's gradient is summed in a fixed order:
         the same bits for any number of threads. Saves ``input``, ``weight`` and one number per row.
-        Backends: cpp, cuda, triton, torch. Under autocast on CUDA, ``"torch"`` computes in float32
-        as torch's does and ``"hf"`` keeps the dtypes as the models do; unchanged on the CPU.
+        Under autocast on CUDA, ``"torch"`` computes in float32 as torch's does and ``"hf"`` keeps
+        the dtypes as the models do; unchanged on the CPU.
 
     Reference:
         Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.

@@ -57,8 +57,7 @@ def rotary_embedding(
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
         rounds three times. Saves ``cos`` and ``sin`` only. Gradients of ``cos`` and ``sin``, which
         need query and key to be saved, are computed by the eager reference: if one of them requires
-        a gradient, the call runs on the reference. Backends: cpp, cuda, triton, torch. Autocast
-        does not change the call.
+        a gradient, the call runs on the reference. Autocast does not change the call.
 
     Reference:
         Su et al.: RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.

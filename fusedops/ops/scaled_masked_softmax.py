@@ -45,8 +45,7 @@ def scaled_masked_softmax(
         of equal scores. A row's result does not depend on the other rows; the gradient of an
         additive mask is summed over the broadcast dimensions in a fixed order: the same bits for
         any number of threads. Saves the rounded result, from which the gradients (also of a float32
-        mask) are computed, and the mask. Backends: cpp, triton, torch. Autocast does not change the
-        call.
+        mask) are computed, and the mask. Autocast does not change the call.
 
     Reference:
         Milakov, Gimelshein: Online normalizer calculation for softmax, arXiv:1805.02867.

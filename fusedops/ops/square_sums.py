@@ -25,8 +25,7 @@ def square_sums(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Note:
         Each tensor is divided into pieces by its own size, and the sums of the pieces are added in
-        order: the bits do not depend on the number of threads or on the other tensors. Backends:
-        cpp, triton, torch.
+        order: the bits do not depend on the number of threads or on the other tensors.
 
     Example:
         >>> import torch
