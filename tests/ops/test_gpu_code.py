@@ -72,7 +72,7 @@ def assert_executed(spec: Spec, name: str, dtype: torch.dtype, capability: int) 
     with ptx_gpu.present(capability) as gpu, fusedops.use_backend("triton"):
         result = run(spec.op, sample)
     assert {backend for _, backend in fusedops.counters()} == {"triton"}
-    assert gpu.kernels or not any(tensor.numel() for tensor in sample.tensors)
+    assert gpu.kernels or not all(tensor.numel() for tensor in sample.tensors)
     assert_within_budget(result, spec, fresh(found[0]))
 
 
