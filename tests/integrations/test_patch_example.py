@@ -349,6 +349,7 @@ def test_what_has_hooks_or_raises_alone_is_not_measured(monkeypatch: pytest.Monk
 
 def test_time_that_is_over_leaves_the_rest_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "BUDGET", 0.0)
+    monkeypatch.setattr(calibrate, "STEPS", 0)
     report = fusedops.patch(norms(), example=X, calibrate=True)
     assert report["0"].replaced and report["2"].replaced
     assert report["0"].reason == "not measured: the time for calibration was over"

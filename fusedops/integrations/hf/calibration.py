@@ -35,8 +35,9 @@ from fusedops.runtime.architecture import architecture
 from fusedops.runtime.timer import BriefClock, TimingPlan, Variant, clock_for, measure
 from fusedops.terminal import files
 
-# Seconds for one model.
+# Seconds for one model, or the time of so many of its steps if that is longer.
 BUDGET = 2.0
+STEPS = 2
 # The stock module must be faster by this share, in three rounds of four and in two measurements:
 # otherwise the next run could find the opposite.
 MARGIN = 0.05
@@ -94,6 +95,7 @@ class Recorder:
         self.modules = tuple(modules)
         self.keys: dict[nn.Module, str] = {}
         self.calls: dict[str, _ModuleCall] = {}  # by key
+        self.seconds = 0.0  # of the step
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -128,7 +130,7 @@ def calibrate(
 
     ``known`` findings, by key, are not measured; they are returned with the others.
     """
-    deadline = time.perf_counter() + BUDGET
+    deadline = time.perf_counter() + max(BUDGET, STEPS * recorder.seconds)
     findings = dict(known)
     decided: set[nn.Module] = set()
     while modules := _to_decide(model, decided):

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -57,8 +58,9 @@ def patch(
         strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
         calibrate: measure each class and shape of module, patched and stock, on the inputs that it
             receives in a step with ``example``, and keep the stock one if it is faster. This takes
-            at most about two seconds for a model, and modules without time stay patched. The path
-            of a file stores the results, and its entries are not measured again.
+            at most about two seconds, or the time of two steps if that is longer, and modules
+            without time stay patched. The path of a file stores the results, and its entries are
+            not measured again.
         example: inputs of the model: keywords as a mapping, positional arguments as a tuple, or a
             tensor. Steps are run with it, backward included where the model is in training, and
             the report says which share of the time fused ops take (``report.step``) and which
@@ -127,8 +129,10 @@ def _examined(
     if step.trains or calibrate is not False:
         patched = [module for module in model.modules() if rule_of(module) and not _covered(module)]
         recorder = calibration.Recorder(patched if calibrate is not False else ())
+        begun = time.perf_counter()
         with _stock(model):
             stock_gradients = step.run(recorder.recording())
+        recorder.seconds = time.perf_counter() - begun
         if calibrate is not False:
             with step.unchanged():
                 findings = calibration.calibrate(model, recorder, known)
