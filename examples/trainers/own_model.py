@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 
-STOCK = "stock" in sys.argv
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 256, 64, 4, 2, 32
 
 
@@ -88,27 +87,36 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-torch.manual_seed(0)
-ids = torch.randint(VOCABULARY, (8, LENGTH))
-lengths = torch.arange(LENGTH, LENGTH - 8, -1)
-padding = torch.arange(LENGTH) >= lengths[:, None]
-mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & ~padding[:, None, None, :]
-labels = ids.masked_fill(padding, -100).roll(-1, 1)  # the next token
-labels[:, -1] = -100
+def make_batch():
+    """Return tokens, the mask of what each may attend to, and labels: the next tokens."""
+    ids = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
+    lengths = torch.arange(LENGTH, LENGTH - 8, -1)
+    padding = torch.arange(LENGTH) >= lengths[:, None]
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & ~padding[:, None, None, :]
+    labels = ids.masked_fill(padding, -100).roll(-1, 1)
+    labels[:, -1] = -100
+    return ids, mask, labels
 
-model = Model()
-cross_entropy = F.cross_entropy
-if not STOCK:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        print(fusedops.patch(model, level="O3", example=(ids, mask)))
-    cross_entropy = fusedops.cross_entropy
 
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(10):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(ids, mask)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"loss {loss.item():.6f}")
+def main():
+    torch.manual_seed(0)
+    ids, mask, labels = make_batch()
+    model = Model()
+    cross_entropy = F.cross_entropy
+    if "stock" not in sys.argv:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            print(fusedops.patch(model, level="O3", example=(ids, mask)))
+        cross_entropy = fusedops.cross_entropy
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(ids, mask)
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -123,11 +123,12 @@ def all_faults(text: str) -> Iterator[Fault]:
                 yield Fault(kind, number + 1, line.strip(), after.strip(), changed)
 
 
-def chosen_faults(text: str, count: int, seed: int) -> list[Fault]:
-    """Return up to ``count`` faults, as many of each kind as there are, by a seed."""
+def chosen_faults(text: str, lines: set[int], count: int, seed: int) -> list[Fault]:
+    """Return up to ``count`` faults in some lines, as many of each kind, by a seed."""
     by_kind: dict[str, list[Fault]] = {}
     for fault in all_faults(text):
-        by_kind.setdefault(fault.kind, []).append(fault)
+        if fault.line in lines:
+            by_kind.setdefault(fault.kind, []).append(fault)
     source = random.Random(seed)
     for faults in by_kind.values():
         source.shuffle(faults)

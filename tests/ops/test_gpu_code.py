@@ -25,7 +25,7 @@ if env.triton_interpreted():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 CPU = torch.device("cpu")
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 86, 89, 90, 120)
 SPECS = [spec for spec in all_specs().values() if backends._KERNELS[spec.name].triton is not None]
 # In CI: an elementwise op, sums over rows, a product, attention, and sorting.
 IN_CI = ("add_rms_norm", "attention", "cross_entropy", "linear_act", "moe_sort", "swiglu")

@@ -35,6 +35,14 @@ ORDERS = ("ordering dropped", "waits for a group less")
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a call gives, and which lines of each PTX it has executed."""
+
+    result: ComparisonResult
+    lines: dict[str, set[int]]
+
+
+@dataclass(frozen=True)
 class Call:
     """A call of an operator, with its gradients, on the GPU of a compute capability."""
 
@@ -43,11 +51,13 @@ class Call:
     sample: Sample
     run: Callable[[], ComparisonResult]
 
-    def execute(self, change: Callable[[str], str], seed: int = 0) -> ComparisonResult:
+    def execute(self, change: Callable[[str], str] = str, seed: int = 0) -> Run:
         """Run the call with PTX that ``change`` returns for the compiled one."""
         with ptx_gpu.present(self.capability, seed) as gpu, fusedops.use_backend("triton"):
             gpu.change = change
-            return self.run()
+            result = self.run()
+        lines = {text: program.executed_lines() for text, program in gpu.programs.items()}
+        return Run(result, lines)
 
 
 def sample_call(op: str, capability: int) -> Call:
@@ -82,9 +92,10 @@ def outcome(call: Call, original: str, fault: Fault, expected: ComparisonResult)
     same = True
     for seed in range(SEEDS if fault.kind in ORDERS else 1):
         try:
-            result = call.execute(lambda text: fault.text if text == original else text, seed)
+            changed = call.execute(lambda text: fault.text if text == original else text, seed)
         except MachineError:
             return "refused"
+        result = changed.result
         if difference_from_truth(result, call.spec, call.sample) is not None:
             return "wrong"
         pairs = zip(
@@ -98,13 +109,12 @@ def outcome(call: Call, original: str, fault: Fault, expected: ComparisonResult)
 @pytest.mark.parametrize("name", CALLS)
 def test_planted_faults_are_found(name: str) -> None:
     call = CALLS[name]()
-    texts: list[str] = []
-    expected = call.execute(lambda text: texts.append(text) or text)
+    expected = call.execute()
     found: Counter[str] = Counter()
     survivors = []
-    for number, text in enumerate(dict.fromkeys(texts)):
-        for fault in gpu_faults.chosen_faults(text, FAULTS_OF_A_KERNEL, seed=number):
-            how = outcome(call, text, fault, expected)
+    for number, (text, lines) in enumerate(expected.lines.items()):
+        for fault in gpu_faults.chosen_faults(text, lines, FAULTS_OF_A_KERNEL, seed=number):
+            how = outcome(call, text, fault, expected.result)
             found[how] += 1
             if how == "survived":
                 survivors.append(

@@ -89,6 +89,12 @@ class Program:
         if hasattr(self, "_handle"):
             self._library.ptx_free(self._handle)
 
+    def executed_lines(self) -> set[int]:
+        """Return the lines of the PTX that ran in at least one lane so far."""
+        lines = (ctypes.c_int * 100_000)()
+        count = self._library.ptx_executed_lines(self._handle, lines, len(lines))
+        return set(lines[:count])
+
     def run(
         self,
         *,

@@ -40,6 +40,14 @@ void ptx_parameter(const void* program, int index, int* bytes, int* offset) {
   *offset = parameter.offset;
 }
 
+// Writes the lines of the PTX that were executed, up to `most` of them, and returns their number.
+int ptx_executed_lines(const void* program, int* lines, int most) {
+  int count = 0;
+  for (const auto& each : static_cast<const ptx::Program*>(program)->code)
+    if (each.executed && count < most) lines[count++] = each.line;
+  return count;
+}
+
 // Runs all blocks; returns 0, or 1 with what went wrong in `message`.
 int ptx_run(const void* program, const int* grid, const int* block, int shared,
             const uint8_t* parameters, int parameter_bytes, const uint64_t* begins,

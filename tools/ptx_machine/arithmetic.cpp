@@ -288,6 +288,8 @@ void floats(Table& table) {
   }>;
   table["add.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) + b; }>;
   table["sub.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) - b; }>;
+  table["fma.rn.f32.bf16"] =
+      lanes<[](Bf16 a, Bf16 b, float c) { return std::fma(wide(a), wide(b), c); }>;
   table["fma.rn.bf16"] =
       lanes<[](Bf16 a, Bf16 b, Bf16 c) { return narrow(std::fma(wide(a), wide(b), wide(c))); }>;
   table["add.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) + wide(b)); }>;

@@ -31,7 +31,14 @@ _FORMATS = {
     "f32": "f",
     "fp64": "d",
 }
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 
 _devices = itertools.count(1000)
 _texts: dict[bytes, str] = {}  # machine code, as Triton loads it -> its PTX
@@ -88,6 +95,7 @@ class Driver:
         self.tensors: list[torch.Tensor] = []  # memory that kernels find by addresses in memory
         self.kernels: list[str] = []  # the names of those that were executed
         self.change: Callable[[str], str] = str  # what happens to PTX before it is executed
+        self.programs: dict[str, Program] = {}  # by that PTX
         self._device = next(_devices)  # Triton keeps kernels by it, which keep their driver
         self.utils = SimpleNamespace(
             load_binary=self._load,
@@ -120,7 +128,8 @@ class Driver:
         return compile_and_keep
 
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        program = Program(self.change(_texts[binary]))
+        text = self.change(_texts[binary])
+        program = self.programs[text] = Program(text)
         return program, program, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:

@@ -122,7 +122,10 @@ void Block::step(Warp& warp) {
   lanes_ = lanes;
   ++first.at;
   if (lanes && warp.num_in_flight) check_in_flight(warp, instruction);
-  if (lanes) instruction.handler(*this, warp, instruction, lanes);
+  if (lanes) {
+    instruction.executed = true;
+    instruction.handler(*this, warp, instruction, lanes);
+  }
   if (!warp.open_copies.empty() || !warp.groups.empty()) land_some(warp);
   // The fragment that is behind runs: lanes meet again where their paths do.
   auto& fragments = warp.fragments;

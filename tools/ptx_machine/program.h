@@ -62,6 +62,7 @@ struct Instruction {
   int width = 0;  // bytes of an element (memory), by the handler's family
   int count = 1;  // elements (memory)
   bool is_signed = false;
+  mutable bool executed = false;  // by any lane of any launch
 };
 
 struct Parameter {
