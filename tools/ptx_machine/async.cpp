@@ -35,9 +35,11 @@ void each(uint32_t lanes, Function function) {
 
 void elect(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const int leader = first_of(lanes);
+  const auto& operands = instruction.operands;
   each(lanes, [&](int lane) {
-    block.set(warp, instruction.operands[0], lane, static_cast<uint64_t>(leader));
-    warp.registers[instruction.operands[0].second][lane] = lane == leader;
+    block.check_members(lanes, lane, block.value(warp, operands[1], lane));
+    block.set(warp, operands[0], lane, static_cast<uint64_t>(leader));
+    warp.registers[operands[0].second][lane] = lane == leader;
   });
 }
 
@@ -318,9 +320,8 @@ void Block::issue(Warp& warp, Product product) {
 // Only another product may use the accumulator of a product under way, as its own accumulator.
 void Block::check_in_flight(const Warp& warp, const Instruction& instruction) const {
   const bool is_product = instruction.parts[0] == "wgmma";
-  const size_t own = is_product && !instruction.operands.empty()
-                         ? instruction.operands[0].elements.size()
-                         : 0;
+  const size_t own =
+      is_product && !instruction.operands.empty() ? instruction.operands[0].elements.size() : 0;
   for (size_t i = own; i < instruction.registers.size(); ++i)
     if (warp.in_flight[instruction.registers[i]] == Warp::written_by_product)
       fail("uses the accumulator of a wgmma before the wait for it");

@@ -152,6 +152,12 @@ class Block {
     return launch_.parameters.data() + offset;
   }
 
+  // The lanes of a mask are those that execute an instruction, and `lane` is one of them.
+  void check_members(uint32_t lanes, int lane, uint64_t mask) const {
+    if (mask & kAll & ~uint64_t(lanes)) fail("the mask names lanes that do not execute it");
+    if (!(mask >> lane & 1))
+      fail("lane " + std::to_string(lane) + ", which the mask does not name");
+  }
   void branch(Warp& warp, int target, uint32_t lanes);
   void exit(Warp& warp, uint32_t lanes);
   void wait_for_block(Warp& warp, uint32_t lanes);

@@ -31,7 +31,8 @@ void load(Block& block, Warp& warp, const Instruction& instruction, uint32_t lan
     const auto address = block.address(warp, instruction.operands[1], lane);
     if constexpr (space == Space::global) block.read_global(address, data, bytes);
     if constexpr (space == Space::shared) block.read_shared(warp, uint32_t(address), data, bytes);
-    if constexpr (space == Space::parameter) std::memcpy(data, block.parameters(address, bytes), bytes);
+    if constexpr (space == Space::parameter)
+      std::memcpy(data, block.parameters(address, bytes), bytes);
     for (int i = 0; i < count; ++i)
       block.set(warp, targets[i], lane, extended(instruction, data + i * instruction.width));
   }

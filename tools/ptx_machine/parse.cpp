@@ -325,16 +325,14 @@ class Parser {
       result = address();
     } else if (word == "_") {
       result.kind = Operand::none;
+      result.second = behind_bar();
     } else if (const auto value = number(word)) {
       result.kind = Operand::constant;
       result.value = *value;
     } else if (const int index = register_of(word); index >= 0) {
       result.kind = Operand::reg;
       result.index = index;
-      if (peek() == "|") {
-        next();
-        result.second = register_of(next());
-      }
+      result.second = behind_bar();
     } else if (parameters_.count(word)) {
       result.kind = Operand::constant;  // its place; cvta.param makes an address of it
       result.value = static_cast<uint64_t>(parameters_[word]);
@@ -349,6 +347,16 @@ class Parser {
       result.text = scoped(word);
     }
     return result;
+  }
+
+  // The predicate in %r1|%p1, or -1.
+  int behind_bar() {
+    if (peek() != "|") return -1;
+    next();
+    const auto name = next();
+    const int index = register_of(name);
+    if (index < 0 && name != "_") fail("no register " + name);
+    return index;
   }
 
   Operand address() {

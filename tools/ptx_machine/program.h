@@ -54,7 +54,7 @@ struct Instruction {
   std::vector<std::string> parts;  // the opcode at its dots
   std::vector<Operand> operands;
   std::vector<int> registers;  // all that it reads or writes
-  int guard = -1;  // predicate register, or -1
+  int guard = -1;              // predicate register, or -1
   bool guard_negated = false;
   int line = 0;         // of the PTX
   int source_line = 0;  // of Python, by the last .loc
