@@ -158,6 +158,9 @@ void Block::exit(Warp& warp, uint32_t lanes) {
 }
 
 void Block::wait_for_block(Warp& warp, uint32_t lanes) {
+  // bar.sync is aligned: all threads of a warp execute the same one.
+  if (current_->parts[0] == "bar" && (lanes | warp.exited) != kAll)
+    fail("a part of the lanes of a warp arrives");
   const int after = warp.fragments.front().at;
   warp.at_barrier |= lanes;
   leave(warp, lanes);
@@ -185,21 +188,21 @@ void Block::release_barrier() {
 }
 
 void Block::read_global(uint64_t address, void* to, int bytes) {
-  check_global(address, bytes, "reads");
+  check_global(address, bytes, bytes, "reads");
   std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
 }
 
 void Block::write_global(uint64_t address, const void* from, int bytes) {
-  check_global(address, bytes, "writes");
+  check_global(address, bytes, bytes, "writes");
   std::memcpy(reinterpret_cast<void*>(address), from, bytes);
 }
 
-void Block::check_global(uint64_t address, int bytes, const char* verb) const {
+void Block::check_global(uint64_t address, int bytes, int alignment, const char* verb) const {
   const auto& all = launch_.allocations;
   auto after =
       std::upper_bound(all.begin(), all.end(), address,
                        [](uint64_t at, const Allocation& each) { return at < each.begin; });
-  const bool aligned = address % bytes == 0;
+  const bool aligned = address % alignment == 0;
   if (aligned && after != all.begin() && address + bytes <= std::prev(after)->end) return;
   std::ostringstream text;
   text << verb << " " << bytes << " bytes of global memory at 0x" << std::hex << address
@@ -276,7 +279,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes) check_global(copy.source, copy.bytes, "copies");
+  if (copy.bytes) check_global(copy.source, copy.bytes, copy.filled, "copies");
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
@@ -321,6 +324,10 @@ void Block::land_some(Warp& warp) {
 }
 
 void run(const Launch& launch) {
+  const int required = launch.program->required_threads;
+  if (required && launch.block.count() != required)
+    throw Error(launch.program->name + ": blocks of " + std::to_string(launch.block.count()) +
+                " threads, not of " + std::to_string(required) + " (.reqntid)");
   std::mt19937_64 random(launch.seed);
   std::vector<int> order(launch.grid.count());
   std::iota(order.begin(), order.end(), 0);

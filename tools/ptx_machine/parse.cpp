@@ -69,7 +69,12 @@ std::optional<uint64_t> number(const std::string& text) {
   if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'd' || digits[1] == 'D')) {
     return std::stoull(digits.substr(2), nullptr, 16);
   }
-  const uint64_t value = std::stoull(digits, nullptr, 0);
+  const bool binary = digits.size() > 2 && digits[0] == '0' && (digits[1] | 32) == 'b';
+  size_t read = 0;
+  const uint64_t value = std::stoull(binary ? digits.substr(2) : digits, &read, binary ? 2 : 0);
+  read += binary ? 2 : 0;
+  if (read < digits.size() && digits.substr(read) != "U")
+    throw Error("the number '" + text + "', which the machine does not know");
   return negative ? ~value + 1 : value;
 }
 
@@ -312,8 +317,7 @@ class Parser {
     const auto word = next();
     result.text = word;
     if (word == "!") {
-      result = operand();
-      result.negated = true;
+      fail("an operand that is negated");
     } else if (word == "{") {
       result.kind = Operand::list;
       while (peek() != "}") {

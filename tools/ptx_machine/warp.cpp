@@ -17,7 +17,7 @@ void leave(Block& block, Warp& warp, const Instruction&, uint32_t lanes) {
 
 void barrier(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   if (instruction.operands.size() != 1 || instruction.operands[0].value != 0)
-    throw Error("bar.sync of another barrier than 0, or of a part of the block");
+    block.fail("bar.sync of another barrier than 0, or of a part of the block");
   block.wait_for_block(warp, lanes);
 }
 
@@ -43,8 +43,8 @@ void shuffle(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
     inside[lane] = source(lane, by, most, least, segments, from);
     if (!inside[lane]) from = lane;
     if (!(lanes >> from & 1))
-      throw Error("PTX line " + std::to_string(instruction.line) + ": a lane reads lane " +
-                  std::to_string(from) + ", which does not execute the shuffle");
+      block.fail("a lane reads lane " + std::to_string(from) +
+                 ", which does not execute the shuffle");
     results[lane] = values[from];
   }
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -107,7 +107,7 @@ T smaller(T a, T b) {
 // the column l/4, of C and D the columns 2 (l%4), each with its neighbour.
 template <float (*wide)(uint16_t)>
 void multiply(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
-  if (lanes != kAll) throw Error("mma without all lanes");
+  if (lanes != kAll) block.fail("mma without all lanes");
   const auto& operands = instruction.operands;
   float a[16][16], b[16][8], c[16][8];
   const auto word = [&](int operand, int i, int lane) {
