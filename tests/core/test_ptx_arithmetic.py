@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ptx_kernels import decoded, encoded, finite, refused, run
+from ptx_kernels import decoded, encoded, finite, run
 
 pytestmark = pytest.mark.ci  # the machine is compiled first
 
@@ -620,102 +620,3 @@ def test_full_division() -> None:
     rows = [row for row in exact_rows("div", "f32", 60) if abs(decoded(row[-1], "f32")) > LEAST]
     for row, bits in zip(rows, computed("div.full.f32", "rrr", rows), strict=True):
         assert abs(bits - row[-1]) <= 2
-
-
-# ---- lanes of a warp
-
-LANES = torch.arange(100, 132, dtype=torch.int32)
-
-
-def source_lane(mode: str, lane: int, b: int, clamp: int, segments: int) -> tuple[int, bool]:
-    """Return the lane that is read and the predicate, as the manual defines shfl.sync."""
-    most = lane & segments | clamp & ~segments
-    j = {
-        "up": lane - b % 32,
-        "down": lane + b % 32,
-        "bfly": lane ^ b % 32,
-        "idx": lane & segments | b % 32 & ~segments,
-    }[mode]
-    inside = j >= most if mode == "up" else j <= most
-    return (j if inside else lane), inside
-
-
-@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
-def test_shuffles(mode: str) -> None:
-    cases = [
-        (b, clamp, segments)
-        for b in (0, 1, 5, 16, 31, 33)
-        for clamp, segments in ((0, 0), (31, 0), (15, 0), (0, 24), (31, 24), (7, 24), (31, 16), (3, 28))
-    ]  # fmt: skip
-    body = "ld.global.b32 %r3, [%d5];"
-    for i, (b, clamp, segments) in enumerate(cases):
-        body += f"""
-          shfl.sync.{mode}.b32 %r4|%p1, %r3, {b}, {segments << 8 | clamp}, -1;
-          selp.b32 %r5, 1000, 0, %p1; add.s32 %r4, %r4, %r5; st.global.b32 [%d4+{128 * i}], %r4;
-        """
-    found = run(body, torch.zeros(len(cases), 32, dtype=torch.int32), LANES)
-    for case, row in zip(cases, found.tolist(), strict=True):
-        for lane, got in enumerate(row):
-            source, inside = source_lane(mode, lane, *case)
-            assert got == 100 + source + 1000 * inside, (case, lane)
-
-
-def test_reductions_of_a_warp() -> None:
-    values = torch.arange(-5, 27, dtype=torch.int32) * 134217729
-    unsigned = [x % 2**32 for x in values.tolist()]
-    expected = {
-        "add.s32": signed(sum(unsigned), 32),
-        "max.s32": max(values.tolist()),
-        "min.s32": min(values.tolist()),
-        "max.u32": signed(max(unsigned), 32),
-        "min.u32": signed(min(unsigned), 32),
-    }
-    for name, total in expected.items():
-        body = (
-            f"ld.global.b32 %r3, [%d5]; redux.sync.{name} %r4, %r3, -1; st.global.b32 [%d4], %r4;"
-        )
-        assert run(body, torch.zeros(32, dtype=torch.int32), values).tolist() == [total] * 32
-    # Of a half of the lanes.
-    body = """
-      ld.global.b32 %r3, [%d5]; setp.lt.s32 %p1, %lane, 16; mov.b32 %r4, 0;
-      @%p1 redux.sync.add.s32 %r4, %r3, 0x0000ffff; st.global.b32 [%d4], %r4;
-    """
-    found = run(body, torch.zeros(32, dtype=torch.int32), LANES)
-    assert found.tolist() == [sum(range(100, 116))] * 16 + [0] * 16
-
-
-@pytest.mark.parametrize("leader", ["%r4|%p1", "_|%p1"])
-def test_one_lane_is_elected(leader: str) -> None:
-    for mask in (0xFFFFFFFF, 0x00FF0000):
-        body = f"""
-          mov.b32 %r3, {mask}; shr.u32 %r5, %r3, %lane; and.b32 %r5, %r5, 1;
-          setp.ne.b32 %p2, %r5, 0; setp.ne.b32 %p1, %r5, %r5; mov.b32 %r4, 0;
-          @%p2 elect.sync {leader}, {mask};
-          selp.b32 %r6, 1, 0, %p1; st.global.b32 [%d4], %r6; st.global.b32 [%d4+128], %r4;
-        """
-        found = run(body, torch.zeros(2, 32, dtype=torch.int32))
-        assert found[0].sum() == 1 and mask >> int(found[0].argmax()) & 1
-        if "%r4" in leader:
-            members = [lane for lane in range(32) if mask >> lane & 1]
-            assert set(found[1, members].tolist()) == {int(found[0].argmax())}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        # The mask names lanes that do not execute the instruction.
-        "setp.lt.s32 %p1, %lane, 16; @%p1 shfl.sync.bfly.b32 %r4, %tid, 1, 31, -1;",
-        "setp.lt.s32 %p1, %lane, 16; @%p1 bra $A; shfl.sync.bfly.b32 %r4, %tid, 1, 31, -1; $A:",
-        "setp.lt.s32 %p1, %lane, 16; @%p1 redux.sync.add.s32 %r4, %tid, -1;",
-        "setp.lt.s32 %p1, %lane, 16; @%p1 elect.sync %r4|%p2, -1;",
-        "setp.lt.s32 %p1, %lane, 16; @%p1 ret; shfl.sync.idx.b32 %r4, %tid, 0, 31, -1;",
-        # A lane executes it that the mask does not name.
-        "shfl.sync.bfly.b32 %r4, %tid, 1, 31, 0x0000ffff;",
-        "redux.sync.add.s32 %r4, %tid, 0x0000ffff;",
-        "elect.sync %r4|%p2, 0x0000ffff;",
-        # It reads a lane that does not execute it.
-        "setp.lt.s32 %p1, %lane, 16; @%p1 shfl.sync.idx.b32 %r4, %tid, 20, 31, 0x0000ffff;",
-    ],
-)
-def test_masks_must_be_those_of_the_lanes(body: str) -> None:
-    refused(body, "lanes that do not execute|which does not execute|does not name", torch.zeros(1))

@@ -130,7 +130,13 @@ def offset(swizzle: int, k_major: bool, row: int, k: int, leading: int, stride: 
         return row % 8 * wide * 16 + row // 8 * stride + column
     across, down = (leading, stride) if swizzle else (stride, leading)
     atom = 8 * wide
-    return row % 8 * 2 + row % atom // 8 * 16 + row // atom * across + k % 8 * wide * 16 + k // 8 * down
+    return (
+        row % 8 * 2
+        + row % atom // 8 * 16
+        + row // atom * across
+        + k % 8 * wide * 16
+        + k // 8 * down
+    )
 
 
 def image(
@@ -283,6 +289,4 @@ def test_a_product_without_a_read_of_what_is_outside() -> None:
     for start, says in ((65536 - 512, "of 65536"), (1 << 49, "base offset")):
         descriptor = start if start >> 49 else start >> 4 | 1 << 16 | 64 << 32 | 1 << 62
         body = PRODUCT.replace("DESCRIPTOR", str(descriptor))
-        refused(
-            body, says, torch.zeros(1024), values=torch.zeros(16384), threads=128, shared=65536
-        )
+        refused(body, says, torch.zeros(1024), values=torch.zeros(16384), threads=128, shared=65536)

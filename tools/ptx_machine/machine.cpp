@@ -242,6 +242,10 @@ void Block::check_readers(const Warp& warp, uint64_t address, const char* verb) 
          std::to_string(std::countr_zero(others)) + " reads without a barrier between");
 }
 
+std::string Block::writer(const Cell& cell) const {
+  return cell.writer < warps_.size() ? "warp " + std::to_string(cell.writer) : "a copy";
+}
+
 void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
@@ -250,8 +254,7 @@ void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
     if (cell.in_flight) fail("reads " + where() + " before the wait for its asynchronous copy");
     if (!cell.written) fail("reads " + where() + ", which nobody has written");
     if (cell.write_clock > warp.clock[cell.writer])
-      fail("reads " + where() + ", which warp " + std::to_string(cell.writer) +
-           " writes without a barrier between");
+      fail("reads " + where() + ", which " + writer(cell) + " writes without a barrier between");
     note_reader(warp, address + i);
   }
   std::memcpy(to, &shared_[address], bytes);
@@ -266,8 +269,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
     // Lanes that hold the same element write the same bits, in any order.
     const bool same = shared_[address + i] == static_cast<const uint8_t*>(from)[i];
     if (cell.written && !same && cell.write_clock > warp.clock[cell.writer])
-      fail("writes " + where() + ", which warp " + std::to_string(cell.writer) +
-           " writes without a barrier between");
+      fail("writes " + where() + ", which " + writer(cell) + " writes without a barrier between");
     check_readers(warp, address + i, "writes");
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);

@@ -197,6 +197,7 @@ class Block {
   void execute(Warp& warp, const Product& product);
   void check_matrix(Warp& warp, uint64_t address);
   void check_in_flight(const Warp& warp, const Instruction& instruction) const;
+  std::string writer(const Cell& cell) const;
   uint64_t special(const Warp& warp, int index, int lane) const;
   void step(Warp& warp);
   void release_barrier();
