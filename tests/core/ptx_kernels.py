@@ -88,6 +88,11 @@ def refused(body: str, says: str, result: torch.Tensor, seeds: int = 6, **option
         assert re.search(r"PTX line \d+", str(error.value))
 
 
+def signed(value: int, width: int) -> int:
+    """Return the number of two's complement that the lowest bits stand for."""
+    return (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))
+
+
 # Bits of significand (the first is implied) and of exponent.
 FORMATS = {"bf16": (8, 8), "f16": (11, 5), "f32": (24, 8), "f64": (53, 11)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ptx_kernels import decoded, encoded, finite, run
+from ptx_kernels import decoded, encoded, finite, run, signed
 
 pytestmark = pytest.mark.ci  # the machine is compiled first
 
@@ -59,10 +59,6 @@ def check(opcode: str, signature: str, rows: Sequence[Row], result: str = "{0}")
         if got != row[-1]
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def signed(value: int, width: int) -> int:
-    return (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))
 
 
 def truncated(a: int, b: int) -> int:
@@ -264,9 +260,8 @@ def exact_rows(name: str, kind: str, spread: int) -> list[Row]:
 @pytest.mark.parametrize(
     ("opcode", "kind"),
     [
-        *((f"{name}{rounding}.f32", "f32") for name in ("add", "sub", "mul") for rounding in ("", ".rn")),
-        ("fma.rn.f32", "f32"),
-        ("div.rn.f32", "f32"),
+        *((f"{name}.f32", "f32") for name in ("add", "sub", "mul")),
+        *((f"{name}.rn.f32", "f32") for name in ("add", "sub", "mul", "fma", "div")),
         *((f"{name}.f64", "f64") for name in ("add", "sub", "mul", "fma.rn")),
         *((f"{name}.bf16", "bf16") for name in ("add", "sub", "mul", "fma.rn")),
     ],

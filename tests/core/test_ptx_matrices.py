@@ -1,4 +1,4 @@
-"""Matrices of the PTX machine: fragments, layouts and descriptors as the manual's tables have them."""
+"""Matrices of the PTX machine: fragments, layouts and descriptors by the manual's tables."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def offset(swizzle: int, k_major: bool, row: int, k: int, leading: int, stride: 
 def image(
     matrix: torch.Tensor, swizzle: int, k_major: bool, start: int, leading: int, stride: int
 ) -> tuple[torch.Tensor, int]:
-    """Return shared memory that holds a matrix (rows of A or columns of B, by k), and the descriptor.
+    """Return shared memory that holds a matrix (rows of A, columns of B), and its descriptor.
 
     ``start`` is a multiple of 1024; Swizzle<n, 4, 3> exchanges bits 4 and up by bits 7 and up.
     """
@@ -226,7 +226,7 @@ def test_products_of_shared_memory(swizzle: int, a_major: bool, b_major: bool) -
 
 @pytest.mark.parametrize(("swizzle", "step"), [(128, 1), (128, 3), (64, 1)])
 def test_a_descriptor_begins_within_a_swizzled_row(swizzle: int, step: int) -> None:
-    """The sum goes on by 16 elements when the start address of a K-major matrix does by 32 bytes."""
+    """The sum begins 16 elements later when the start address of a K-major matrix does 32 bytes."""
     wide = swizzle // 2
     a, b = numbers(64, wide), numbers(16, wide, seed=1)
     left, left_at = image(a.bfloat16(), swizzle, True, 0, 16, 8 * swizzle)
@@ -285,7 +285,7 @@ def test_faults_of_products_are_found(change: tuple[str, str]) -> None:
     refused(body.replace(*change), FAULTS[change], torch.zeros(1024), **options)
 
 
-def test_a_product_without_a_read_of_what_is_outside() -> None:
+def test_descriptors_that_are_refused() -> None:
     for start, says in ((65536 - 512, "of 65536"), (1 << 49, "base offset")):
         descriptor = start if start >> 49 else start >> 4 | 1 << 16 | 64 << 32 | 1 << 62
         body = PRODUCT.replace("DESCRIPTOR", str(descriptor))

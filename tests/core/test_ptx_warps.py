@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from ptx_kernels import refused, run
+from ptx_kernels import refused, run, signed
 from ptx_machine import MachineError
+from ptx_machine.run import main
 
 pytestmark = pytest.mark.ci  # the machine is compiled first
 
@@ -31,8 +34,9 @@ def test_shuffles(mode: str) -> None:
     cases = [
         (b, clamp, segments)
         for b in (0, 1, 5, 16, 31, 33)
-        for clamp, segments in ((0, 0), (31, 0), (15, 0), (0, 24), (31, 24), (7, 24), (31, 16), (3, 28))
-    ]  # fmt: skip
+        for clamp in (0, 7, 15, 31)
+        for segments in (0, 16, 24, 28)
+    ]
     body = "ld.global.b32 %r3, [%d5];"
     for i, (b, clamp, segments) in enumerate(cases):
         body += f"""
@@ -113,7 +117,13 @@ LOOP = (
     "$LOOP: add.s32 %r4, %r4, %r3; add.s32 %r3, %r3, -1; setp.gt.s32 %p1, %r3, 0; @%p1 bra $LOOP;"
 )
 FLOWS = {
-    "loop": (f"mov.u32 %r3, %lane; mov.b32 %r4, 0; {LOOP}", lambda i: i * (i + 1) // 2),
+    "loop": (
+        """
+        mov.u32 %r3, %lane; mov.b32 %r4, 0;
+        $LOOP: add.s32 %r4, %r4, %r3; add.s32 %r3, %r3, -1; setp.gt.s32 %p1, %r3, 0; @%p1 bra $LOOP;
+        """,
+        lambda i: i * (i + 1) // 2,
+    ),
     "nested": (
         """
         and.b32 %r3, %lane, 1; setp.eq.s32 %p1, %r3, 0; setp.lt.s32 %p2, %lane, 16;
@@ -173,7 +183,7 @@ def test_lanes_leave_early() -> None:
 
 
 def test_constants_and_operands() -> None:
-    """Decimal, hexadecimal, octal and binary integers, with a suffix U; what is unknown is refused."""
+    """Integers of each base, with a suffix U; what is unknown is refused."""
     for text, value in {
         "-7": -7,
         "0x1F": 31,
@@ -187,3 +197,30 @@ def test_constants_and_operands() -> None:
     for text in ("mov.b32 %r4, 1.5;", "and.pred %p1, %p0, !%p2;", "add.s32 %r4, %r5, %nobody;"):
         with pytest.raises(MachineError):
             run(text, torch.zeros(1))
+
+
+def test_a_kernel_runs_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = tmp_path / "kernel.ptx"
+    kernel.write_text(
+        """
+        .visible .entry scaled(.param .u64 to, .param .u64 from, .param .f32 by, .param .u32 n)
+        {
+          .reg .pred %p<2>; .reg .b32 %r<9>; .reg .b64 %d<9>;
+          ld.param.b64 %d1, [to]; ld.param.b64 %d2, [from];
+          ld.param.b32 %r5, [by]; ld.param.b32 %r6, [n];
+          mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mov.u32 %r3, %tid.x;
+          mad.lo.s32 %r1, %r1, %r2, %r3; setp.ge.u32 %p1, %r1, %r6; @%p1 ret;
+          mul.wide.u32 %d3, %r1, 4; add.s64 %d1, %d1, %d3; add.s64 %d2, %d2, %d3;
+          ld.global.b32 %r4, [%d2]; mul.f32 %r4, %r4, %r5; st.global.b32 [%d1], %r4;
+          ret;
+        }
+        """
+    )
+    options = ["--grid", "2", "--threads", "64", "--seeds", "3", "--arg", "output:float32:10x10"]
+    options += ["--arg", "tensor:float32:100:arange", "--arg", "float32:2.5", "--arg"]
+    assert main([str(kernel), *options, "uint32:100"]) == 0
+    assert "float32 [10, 10], mean 123.75, 0 NaN: 0, 2.5, 5, 7.5, ..." in capsys.readouterr().out
+    assert main([str(kernel), *options, "uint32:101"]) == 1
+    assert "400 bytes behind the begin of" in capsys.readouterr().out
