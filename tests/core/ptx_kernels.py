@@ -93,6 +93,53 @@ def signed(value: int, width: int) -> int:
     return (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))
 
 
+Row = tuple[int, ...]  # bits of the operands, and of the result
+BITS = {"p": 1, "h": 16, "r": 32, "d": 64}
+
+
+def computed(opcode: str, signature: str, rows: Sequence[Row], result: str = "{0}") -> list[int]:
+    """Return the bits of a result for each row, which a thread computes.
+
+    Args:
+        opcode: for example ``add.s32``.
+        signature: the registers of result and operands: (p)redicate, h (16), r (32) or d (64).
+        rows: the operands.
+        result: how the result is written: ``{0}|%p3`` has a second predicate.
+    """
+    lines = ["mul.wide.u32 %d3, %tid, 8; add.s64 %d4, %d1, %d3; add.s64 %d5, %d2, %d3;"]
+    for i, kind in enumerate(signature[1:]):
+        place = f"[%d5+{i * 8 * len(rows)}]"
+        if kind == "p":
+            lines.append(f"ld.global.b32 %r9, {place}; setp.ne.b32 %p{10 + i}, %r9, 0;")
+        else:
+            lines.append(f"ld.global.b{BITS[kind]} %{kind}{10 + i}, {place};")
+    operands = ", ".join(f"%{kind}{10 + i}" for i, kind in enumerate(signature[1:]))
+    target = f"%{signature[0]}6"
+    lines.append(f"{opcode} {result.format(target)}, {operands};")
+    if signature[0] == "p":
+        lines.append("selp.b32 %r6, 1, 0, %p6;")
+        if "|" in result:
+            lines.append("selp.b32 %r7, 2, 0, %p7; or.b32 %r6, %r6, %r7;")
+    kind = signature[0].replace("p", "r")
+    lines.append(f"st.global.b{BITS[kind]} [%d4], %{kind}6;")
+    columns = [[row[i] for row in rows] for i in range(len(signature) - 1)]
+    values = torch.tensor([signed(x, 64) for column in columns for x in column])
+    found = torch.zeros(len(rows), dtype=torch.int64)
+    run("\n".join(lines), found, values, threads=len(rows))
+    return [x & (1 << 64) - 1 for x in found.tolist()]
+
+
+def check(opcode: str, signature: str, rows: Sequence[Row], result: str = "{0}") -> None:
+    """Compare the results with the last number of each row."""
+    found = computed(opcode, signature, rows, result)
+    wrong = [
+        f"{opcode} {[hex(x) for x in row[:-1]]}: {got:#x}, not {row[-1]:#x}"
+        for row, got in zip(rows, found, strict=True)
+        if got != row[-1]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 # Bits of significand (the first is implied) and of exponent.
 FORMATS = {"bf16": (8, 8), "f16": (11, 5), "f32": (24, 8), "f64": (53, 11)}
 

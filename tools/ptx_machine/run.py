@@ -3,9 +3,9 @@
     python tools/ptx_machine/run.py kernel.ptx --grid 4 --threads 128 --shared 4096 \
         --arg tensor:float32:64x64:random --arg int32:64 --arg output:float32:64x64 --seed 3
 
-Arguments are those of the kernel in their order: ``tensor:TYPE:SHAPE:FILL`` (random, zeros, ones or
-arange) and ``output:TYPE:SHAPE`` are tensors of torch's types, ``TYPE:VALUE`` is a number. Exit code
-1: the machine found something wrong, with at least one of the seeds.
+Arguments are in the order of the kernel: ``tensor:TYPE:SHAPE:FILL`` (random, zeros, ones, arange)
+and ``output:TYPE:SHAPE`` are tensors of torch's types, ``TYPE:VALUE`` is a number. Exit code 1: an
+error with one of the seeds, or an output that is not the same with all.
 """
 
 from __future__ import annotations
@@ -21,21 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ptx_machine import MachineError, Program
 from ptx_machine.gpu import argument
 
-Fill = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-
-
-def _random(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if dtype.is_floating_point:
-        return torch.randn(list(shape), generator=generator).to(dtype)
-    return torch.randint(0, 100, list(shape), generator=generator).to(dtype)
-
-
-FILLS: dict[str, Fill] = {
-    "random": _random,
-    "zeros": lambda shape, dtype: torch.zeros(list(shape), dtype=dtype),
-    "ones": lambda shape, dtype: torch.ones(list(shape), dtype=dtype),
-    "arange": lambda shape, dtype: torch.arange(torch.Size(shape).numel()).to(dtype).view(*shape),
+FILLS: dict[str, Callable[[list[int]], torch.Tensor]] = {
+    "random": lambda shape: torch.randn(shape, generator=torch.Generator().manual_seed(0)),
+    "zeros": torch.zeros,
+    "ones": torch.ones,
+    "arange": lambda shape: torch.arange(torch.Size(shape).numel()).view(shape),
 }
 
 
@@ -59,17 +49,17 @@ def parsed(text: str) -> tuple[str, torch.Tensor]:
     if len(rest) not in (2, 3) or fill not in FILLS:
         raise argparse.ArgumentTypeError(f"'{text}' is no tensor:TYPE:SHAPE:FILL")
     shape = [int(size) for size in rest[1].split("x")]
-    return kind, FILLS[fill](shape, dtype_of(rest[0]))
+    dtype = dtype_of(rest[0])
+    scale = 1 if dtype.is_floating_point or fill != "random" else 100
+    return kind, (FILLS[fill](shape) * scale).to(dtype)
 
 
 def summary(index: int, tensor: torch.Tensor) -> str:
     values = tensor.double()
-    ends = [f"{x:g}" for x in values.flatten().tolist()]
-    shown = ", ".join(ends if len(ends) <= 8 else [*ends[:4], "...", *ends[-4:]])
-    return (
-        f"argument {index}: {str(tensor.dtype)[6:]} {list(tensor.shape)}, mean {values.mean():g}, "
-        f"{int(values.isnan().sum())} NaN: {shown}"
-    )
+    texts = [f"{x:g}" for x in values.flatten().tolist()]
+    shown = ", ".join(texts if len(texts) <= 8 else [*texts[:4], "...", *texts[-4:]])
+    what = f"argument {index}: {str(tensor.dtype)[6:]} {list(tensor.shape)}"
+    return f"{what}, mean {values.mean():g}, {int(values.isnan().sum())} NaN: {shown}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,10 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in range(options.seed, options.seed + options.seeds):
         given = [(kind, value.clone()) for kind, value in options.given]
         packed = [
-            value.view(1).view(torch.uint8).numpy().tobytes()
-            if kind == "number"
-            else argument("*", value)
-            for kind, value in given
+            bytes(x.view(1).view(torch.uint8).tolist()) if kind == "number" else argument("*", x)
+            for kind, x in given
         ]
         try:
             Program(options.kernel.read_text()).run(
