@@ -73,6 +73,22 @@ def test_groups_of_copies_are_waited_for_in_order() -> None:
     refused(over, "to which an asynchronous copy is under way", result, values=VALUES)
 
 
+def test_a_copy_to_what_another_warp_writes_or_reads() -> None:
+    first = "setp.eq.s32 %p1, %warp, 0; and.b32 %r2, %lane, 31; shl.b32 %r2, %r2, 2;"
+    both = "add.s32 %r3, %r0, %r2; @!%p1 st.shared.b32 [%r3], 7; bar.sync 0;"
+    read = "@!%p1 ld.shared.b32 %r4, [%r3]; bar.sync 0;"
+    late = "@%p1 cp.async.ca.shared.global [%r3], [%d5], 4; cp.async.commit_group;"
+    late += "cp.async.wait_group 0; @%p1 ld.shared.b32 %r4, [%r3]; st.global.b32 [%d4], %r4;"
+    found = run(first + both + read + late, OUT.clone(), VALUES, threads=64, seeds=SEEDS)
+    assert found.tolist() == [*range(1, 33), *[7] * 32]
+    says = "without a barrier between|copy is under way|before the wait"
+    for wrong in (
+        both.replace("bar.sync 0;", "") + late,
+        both + read.replace("bar.sync 0;", "") + late,
+    ):
+        refused(first + wrong, says, OUT, values=VALUES, threads=64)
+
+
 # ---- mbarrier and boxes of tensors
 
 BARRIER = 32768

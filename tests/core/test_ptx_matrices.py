@@ -259,7 +259,9 @@ def test_products_with_a_in_registers(kind: str) -> None:
 
 PRODUCT = f"""{FILL} {READY} mov.b64 %d7, DESCRIPTOR; mov.b64 %d8, DESCRIPTOR;
   {product(16, "bf16", "%d7", "%d8", "1, 1, 0, 0", "0")}"""
+SOME = "setp.lt.s32 %p5, %warp, 3; @%p5 wgmma.mma_async"
 FAULTS = {
+    ("wgmma.mma_async", SOME): "only some of the four warps",
     (FENCE, ""): "without fence.proxy.async",
     ("bar.sync 0;", ""): "without a barrier between|nobody has written|without fence.proxy.async",
     ("wgmma.fence.sync.aligned;", ""): "without wgmma.fence",

@@ -325,6 +325,8 @@ static void each_register(const Instruction& instruction, Function function) {
 
 void Block::issue(Warp& warp, Product product) {
   // LLVM moves writes of the operands behind the fence; ptxas then places it behind them.
+  if (warps_.size() % 4) fail("wgmma in a block that is no multiple of 128 threads");
+  ++warp.num_products;
   if (!warp.fenced_registers) fail("wgmma without wgmma.fence since the last wait");
   each_register(*product.instruction, [&](const Operand& operand, Warp::Use use) {
     auto& now = warp.in_flight[operand.index];

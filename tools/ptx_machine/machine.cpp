@@ -105,6 +105,9 @@ void Block::run() {
       fail("every warp waits for an mbarrier that nobody completes");
     release_barrier();
   }
+  for (size_t i = 0; i < warps_.size(); ++i)
+    if (warps_[i].num_products != warps_[i / 4 * 4].num_products)
+      fail("a wgmma that only some of the four warps of their group execute");
 }
 
 void Block::step(Warp& warp) {
@@ -285,6 +288,9 @@ void Block::copy_async(Warp& warp, Copy copy) {
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
+    if (cell.written && cell.write_clock > warp.clock[cell.writer])
+      fail("copies to shared memory at " + std::to_string(copy.target + i) + ", which " +
+           writer(cell) + " writes without a barrier between");
     cell.in_flight = true;
     shared_[copy.target + i] = 0xff;
   }

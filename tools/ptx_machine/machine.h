@@ -109,6 +109,7 @@ struct Warp {
   enum Use : uint8_t { idle, read_by_product, written_by_product };
   std::vector<Use> in_flight;
   size_t num_in_flight = 0;
+  uint64_t num_products = 0;      // that were issued
   bool fenced_registers = false;  // by wgmma.fence, since the last wait for products
 };
 
