@@ -82,8 +82,8 @@ def test_integers(width: int) -> None:
             [(a, function(of_type(a, name[-1], width)) & most) for a in values],
         )
     for kind in "su":
-        rows = [(a, b, 77, (a * b + 77) & most) for a in values for b in values]
-        check(f"mad.lo.{kind}{width}", letter * 4, rows)
+        sums = [(a, b, 77, (a * b + 77) & most) for a in values for b in values]
+        check(f"mad.lo.{kind}{width}", letter * 4, sums)
     amounts = [0, 1, width - 1, width, width + 1, 31, 32, 255, 1 << 31, (1 << 32) - 1]
     for kind in "sub":
         rows = [
@@ -107,8 +107,8 @@ def test_comparisons_of_integers(width: int) -> None:
                 true = COMPARED[like](of_type(a, kind, width), of_type(b, kind, width))
                 rows.append((a, b, 1 if true else 2))  # the second predicate is the opposite
             check(f"setp.{name}.{kind}{width}", "p" + letter * 2, rows, "{0}|%p7")
-        rows = [(a, b, p, a if p else b) for a, b in pairs[:20] for p in (0, 1)]
-        check(f"selp.{kind}{width}", f"{letter * 3}p", rows)
+        chosen = [(a, b, p, a if p else b) for a, b in pairs[:20] for p in (0, 1)]
+        check(f"selp.{kind}{width}", f"{letter * 3}p", chosen)
 
 
 def wide_products(kind: str, width: int) -> list[Row]:
@@ -554,7 +554,7 @@ def test_approximations(opcode: str) -> None:
     function, usual, error, table = APPROXIMATED[opcode]
     found = computed(opcode, "rr", [f32(x) for x in usual])
     for x, bits in zip(usual, found, strict=True):
-        x = decoded(*f32(x), "f32")
+        x = decoded(f32(x)[0], "f32")
         assert decoded(bits, "f32") == pytest.approx(function(x), rel=2 * error), x
     table = [*table, (NAN, NAN)]
     found = computed(opcode, "rr", [f32(x) for x, _ in table])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -205,8 +206,8 @@ def phases(parity: str = "and.b32 %r6, %r2, 1;", barrier: str = "bar.sync 0;") -
 
 def test_a_barrier_has_phases_of_alternating_parity() -> None:
     result = torch.zeros(4, 32, dtype=torch.int32)
-    options = {"values": IMAGE, "threads": 64, "shared": BARRIER + 8, "tensor_map": ROW}
-    assert torch.equal(run(phases(), result, seeds=SEEDS, **options), IMAGE[:4])  # type: ignore[arg-type]
+    options: dict[str, Any] = {"values": IMAGE, "threads": 64, "shared": BARRIER + 8, "tensor_map": ROW}
+    assert torch.equal(run(phases(), result, seeds=SEEDS, **options), IMAGE[:4])
     # The parity of a phase that is not the present one: its wait is over at once, or never.
     for parity in ("mov.b32 %r6, 0;", "xor.b32 %r6, %r2, 1; and.b32 %r6, %r6, 1;"):
         says = "before the wait for its|nobody completes|without a barrier|nobody has written"
@@ -219,7 +220,7 @@ def test_a_barrier_has_phases_of_alternating_parity() -> None:
         **options,
     )
     # The phase before the first one has passed.
-    run(INIT + wait("1"), result, seeds=SEEDS, **options)  # type: ignore[arg-type]
+    run(INIT + wait("1"), result, seeds=SEEDS, **options)
 
 
 ONE = box("0, 0", 128, 2)
