@@ -206,7 +206,12 @@ def phases(parity: str = "and.b32 %r6, %r2, 1;", barrier: str = "bar.sync 0;") -
 
 def test_a_barrier_has_phases_of_alternating_parity() -> None:
     result = torch.zeros(4, 32, dtype=torch.int32)
-    options: dict[str, Any] = {"values": IMAGE, "threads": 64, "shared": BARRIER + 8, "tensor_map": ROW}
+    options: dict[str, Any] = {
+        "values": IMAGE,
+        "threads": 64,
+        "shared": BARRIER + 8,
+        "tensor_map": ROW,
+    }
     assert torch.equal(run(phases(), result, seeds=SEEDS, **options), IMAGE[:4])
     # The parity of a phase that is not the present one: its wait is over at once, or never.
     for parity in ("mov.b32 %r6, 0;", "xor.b32 %r6, %r2, 1; and.b32 %r6, %r6, 1;"):
