@@ -91,7 +91,7 @@ test-isas: setup
 
 # Triton's kernels as compiled for sm_80 and sm_90: their PTX is executed on the CPU. Second tier.
 test-gpu-code: setup
-	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_machine.py
+	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_*.py
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"

@@ -75,6 +75,9 @@ struct Lanes {
       if (!(lanes >> lane & 1)) continue;
       const Result result = F(from<Arguments>(block.value(warp, operands[I + 1], lane))...);
       block.set(warp, operands[0], lane, bits(result));
+      // setp %p|%q: the second one is the opposite.
+      if constexpr (std::is_same_v<Result, Predicate>)
+        if (operands[0].second >= 0) warp.registers[operands[0].second][lane] = !result.value;
     }
   }
 };
@@ -91,16 +94,39 @@ constexpr Handler lanes = Typed<decltype(+F)>::template handler<F>;
 float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kNan = std::bit_cast<float>(0x7fffffffu);  // the canonical one
 
 // min and max give the other operand for a NaN, and -0 is less than 0.
 float larger(float a, float b) {
+  if (std::isnan(a)) return std::isnan(b) ? kNan : b;
+  if (std::isnan(b)) return a;
   if (a == b) return std::signbit(a) ? b : a;
-  return std::fmax(a, b);
+  return std::max(a, b);
 }
 float smaller(float a, float b) {
+  if (std::isnan(a)) return std::isnan(b) ? kNan : b;
+  if (std::isnan(b)) return a;
   if (a == b) return std::signbit(a) ? a : b;
-  return std::fmin(a, b);
+  return std::min(a, b);
+}
+
+// a * b + c with one rounding: the product is exact in a double, and the steps to double and to
+// float round to odd, so that nothing is lost that decides how the last one rounds.
+Bf16 fused(Bf16 a, Bf16 b, Bf16 c) {
+  const double product = double(wide(a)) * wide(b), added = wide(c);
+  double total = product + added;
+  if (!std::isfinite(total)) return narrow(float(total));
+  const double part = total - product;
+  const double error = (product - (total - part)) + (added - part);
+  if (error != 0 && !(bits(total) & 1))
+    total = std::nextafter(total, std::copysign(std::numeric_limits<double>::infinity(), error));
+  float result = float(total);
+  if (!std::isfinite(result) || result == total) return narrow(result);
+  if (std::fabs(double(result)) > std::fabs(total)) result = std::nextafter(result, 0.0f);
+  return narrow(from<float>(bits(result) | 1));
+}
+_Float16 half(float value) {
+  return std::isnan(value) ? from<_Float16>(0x7fff) : _Float16(value);
 }
 
 // Division by zero gives all bits; the least number divided by -1 is itself.
@@ -152,9 +178,12 @@ u32 funnel_shifted(u32 low, u32 high, u32 by) {
   by &= 31;
   return by ? high << by | low >> (32 - by) : high;
 }
-template <typename T>
-T rounded_to_zero(double x) {
-  if (std::isnan(x)) return 0;
+// Clamped. A NaN gives zero, and the least number if source or result have 64 bits.
+template <typename T, typename Float>
+T rounded_to_zero(Float value) {
+  const double x = value;
+  constexpr bool is_long = sizeof(T) == 8 || sizeof(Float) == 8;
+  if (std::isnan(x)) return is_long ? T(u64(1) << (8 * sizeof(T) - 1)) : T(0);
   if (x <= double(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
   if (x >= double(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
   return T(x);
@@ -162,11 +191,6 @@ T rounded_to_zero(double x) {
 template <auto F>
 F32x2 pairs(F32x2 a, F32x2 b) {
   return {F(a.low, b.low), F(a.high, b.high)};
-}
-template <auto F>
-Bf16x2 halves(Bf16x2 a, Bf16x2 b) {
-  return {narrow(F(wide({a.low}), wide({b.low}))).bits,
-          narrow(F(wide({a.high}), wide({b.high}))).bits};
 }
 constexpr auto plus = [](float a, float b) { return a + b; };
 constexpr auto minus = [](float a, float b) { return a - b; };
@@ -177,9 +201,9 @@ void integers(Table& table, const std::string& s, const std::string& u, const st
   using U = std::make_unsigned_t<T>;
   table["add." + s] = table["add." + u] = lanes<[](U a, U b) { return U(a + b); }>;
   table["sub." + s] = table["sub." + u] = lanes<[](U a, U b) { return U(a - b); }>;
-  table["mul.lo." + s] = table["mul.lo." + u] = lanes<[](U a, U b) { return U(a * b); }>;
+  table["mul.lo." + s] = table["mul.lo." + u] = lanes<[](U a, U b) { return U(u64(a) * b); }>;
   table["mad.lo." + s] = table["mad.lo." + u] =
-      lanes<[](U a, U b, U c) { return U(U(a * b) + c); }>;
+      lanes<[](U a, U b, U c) { return U(u64(a) * b + c); }>;
   table["and." + b] = lanes<[](U a, U b) { return U(a & b); }>;
   table["or." + b] = lanes<[](U a, U b) { return U(a | b); }>;
   table["xor." + b] = lanes<[](U a, U b) { return U(a ^ b); }>;
@@ -204,20 +228,33 @@ void integers(Table& table, const std::string& s, const std::string& u, const st
 template <typename T>
 constexpr Handler choose = lanes<[](T a, T b, Predicate first) { return first.value ? a : b; }>;
 
+// A comparison is false with a NaN; its unordered form, whose name ends in u, is true.
+template <typename T, auto Wide, typename Compare>
+void comparison(Table& table, const std::string& name, const std::string& type) {
+  table["setp." + name + "." + type] = lanes<[](T a, T b) {
+    const auto x = Wide(a), y = Wide(b);
+    return Predicate{x == x && y == y && Compare()(x, y)};
+  }>;
+  if constexpr (std::is_floating_point_v<decltype(Wide(T{}))> || std::is_same_v<T, _Float16>)
+    table["setp." + name + "u." + type] = lanes<[](T a, T b) {
+      const auto x = Wide(a), y = Wide(b);
+      return Predicate{x != x || y != y || Compare()(x, y)};
+    }>;
+}
 template <typename T, auto Wide>
 void comparisons(Table& table, const std::string& type) {
-  table["setp.eq." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) == Wide(b)}; }>;
-  // Of floats ne is false for a NaN.
-  table["setp.ne." + type] = lanes<[](T a, T b) {
-    return Predicate{Wide(a) != Wide(b) && Wide(a) == Wide(a) && Wide(b) == Wide(b)};
-  }>;
-  table["setp.neu." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) != Wide(b)}; }>;
-  table["setp.lt." + type] =
-      lanes<[](T a, T b) { return Predicate{std::less()(Wide(a), Wide(b))}; }>;
-  table["setp.le." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) <= Wide(b)}; }>;
-  table["setp.gt." + type] =
-      lanes<[](T a, T b) { return Predicate{std::greater()(Wide(a), Wide(b))}; }>;
-  table["setp.ge." + type] = lanes<[](T a, T b) { return Predicate{Wide(a) >= Wide(b)}; }>;
+  comparison<T, Wide, std::equal_to<>>(table, "eq", type);
+  comparison<T, Wide, std::not_equal_to<>>(table, "ne", type);
+  comparison<T, Wide, std::less<>>(table, "lt", type);
+  comparison<T, Wide, std::less_equal<>>(table, "le", type);
+  comparison<T, Wide, std::greater<>>(table, "gt", type);
+  comparison<T, Wide, std::greater_equal<>>(table, "ge", type);
+  if constexpr (std::is_unsigned_v<T>) {
+    comparison<T, Wide, std::less<>>(table, "lo", type);
+    comparison<T, Wide, std::less_equal<>>(table, "ls", type);
+    comparison<T, Wide, std::greater<>>(table, "hi", type);
+    comparison<T, Wide, std::greater_equal<>>(table, "hs", type);
+  }
   table["setp.nan." + type] =
       lanes<[](T a, T b) { return Predicate{Wide(a) != Wide(a) || Wide(b) != Wide(b)}; }>;
   table["setp.num." + type] =
@@ -244,6 +281,26 @@ void packed_comparisons(Table& table, const std::string& type) {
 }
 constexpr auto same = [](auto x) { return x; };
 constexpr auto widened = [](Bf16 x) { return wide(x); };
+
+// Arithmetic of bf16 or f16, alone and in pairs, by float32, whose sums and products are rounded as
+// the exact ones.
+template <typename T, auto Narrow>
+void half_precision(Table& table, const std::string& type) {
+  struct Pair {
+    T low, high;
+  };
+  table["add." + type] = lanes<[](T a, T b) { return Narrow(number(a) + number(b)); }>;
+  table["sub." + type] = lanes<[](T a, T b) { return Narrow(number(a) - number(b)); }>;
+  table["mul." + type] = lanes<[](T a, T b) { return Narrow(number(a) * number(b)); }>;
+  table["min." + type] = lanes<[](T a, T b) { return Narrow(smaller(number(a), number(b))); }>;
+  table["max." + type] = lanes<[](T a, T b) { return Narrow(larger(number(a), number(b))); }>;
+  table["add." + type + "x2"] = lanes<[](Pair a, Pair b) {
+    return Pair{Narrow(number(a.low) + number(b.low)), Narrow(number(a.high) + number(b.high))};
+  }>;
+  table["mul." + type + "x2"] = lanes<[](Pair a, Pair b) {
+    return Pair{Narrow(number(a.low) * number(b.low)), Narrow(number(a.high) * number(b.high))};
+  }>;
+}
 
 void floats(Table& table) {
   table["add.f32"] = table["add.rn.f32"] = lanes<[](float a, float b) { return a + b; }>;
@@ -279,26 +336,18 @@ void floats(Table& table) {
   table["fma.rn.f32x2"] = lanes<[](F32x2 a, F32x2 b, F32x2 c) {
     return F32x2{std::fma(a.low, b.low, c.low), std::fma(a.high, b.high, c.high)};
   }>;
-  table["add.bf16x2"] = lanes<halves<plus>>;
   table["fma.rn.bf16x2"] = lanes<[](Bf16x2 a, Bf16x2 b, Bf16x2 c) {
-    const auto one = [](u16 x, u16 y, u16 z) {
-      return narrow(std::fma(wide({x}), wide({y}), wide({z}))).bits;
-    };
-    return Bf16x2{one(a.low, b.low, c.low), one(a.high, b.high, c.high)};
+    return Bf16x2{fused({a.low}, {b.low}, {c.low}).bits, fused({a.high}, {b.high}, {c.high}).bits};
   }>;
   table["add.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) + b; }>;
   table["sub.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) - b; }>;
   table["fma.rn.f32.bf16"] =
       lanes<[](Bf16 a, Bf16 b, float c) { return std::fma(wide(a), wide(b), c); }>;
-  table["fma.rn.bf16"] =
-      lanes<[](Bf16 a, Bf16 b, Bf16 c) { return narrow(std::fma(wide(a), wide(b), wide(c))); }>;
-  table["add.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) + wide(b)); }>;
-  table["sub.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) - wide(b)); }>;
-  table["mul.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(wide(a) * wide(b)); }>;
+  table["fma.rn.bf16"] = lanes<[](Bf16 a, Bf16 b, Bf16 c) { return fused(a, b, c); }>;
   table["abs.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits & 0x7fff)}; }>;
   table["neg.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits ^ 0x8000)}; }>;
-  table["min.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(smaller(wide(a), wide(b))); }>;
-  table["max.bf16"] = lanes<[](Bf16 a, Bf16 b) { return narrow(larger(wide(a), wide(b))); }>;
+  half_precision<Bf16, narrow>(table, "bf16");
+  half_precision<_Float16, half>(table, "f16");
   comparisons<float, same>(table, "f32");
   comparisons<double, same>(table, "f64");
   comparisons<Bf16, widened>(table, "bf16");
@@ -314,10 +363,9 @@ void conversions(Table& table) {
   table["cvt.rn.bf16x2.f32"] =
       lanes<[](float high, float low) { return Bf16x2{narrow(low).bits, narrow(high).bits}; }>;
   table["cvt.f32.f16"] = lanes<[](_Float16 a) { return float(a); }>;
-  table["cvt.rn.f16.f32"] = lanes<[](float a) { return _Float16(a); }>;
-  table["cvt.rn.f16x2.f32"] = lanes<[](float high, float low) {
-    return u32(u32(bits(_Float16(high))) << 16 | u32(bits(_Float16(low))));
-  }>;
+  table["cvt.rn.f16.f32"] = lanes<[](float a) { return half(a); }>;
+  table["cvt.rn.f16x2.f32"] =
+      lanes<[](float high, float low) { return u32(bits(half(high)) << 16 | bits(half(low))); }>;
   table["cvt.rn.f32.f64"] = lanes<[](double a) { return float(a); }>;
   table["cvt.f64.f32"] = lanes<[](float a) { return double(a); }>;
   table["cvt.rn.f32.s32"] = lanes<[](s32 a) { return float(a); }>;

@@ -35,9 +35,11 @@ void each(uint32_t lanes, Function function) {
 
 void elect(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const int leader = first_of(lanes);
+  const auto& operands = instruction.operands;
   each(lanes, [&](int lane) {
-    block.set(warp, instruction.operands[0], lane, static_cast<uint64_t>(leader));
-    warp.registers[instruction.operands[0].second][lane] = lane == leader;
+    block.check_members(lanes, lane, block.value(warp, operands[1], lane));
+    block.set(warp, operands[0], lane, static_cast<uint64_t>(leader));
+    warp.registers[operands[0].second][lane] = lane == leader;
   });
 }
 
@@ -84,20 +86,27 @@ void copy_box(Block& block, Warp& warp, const Instruction& instruction, uint32_t
     const auto offset = block.address(warp, operands[1], lane) - kParameters;
     std::memcpy(&map, block.parameters(offset, sizeof(map)), sizeof(map));
     if (map.rank < 1 || map.rank > 5 || !std::has_single_bit(map.element_bytes))
-      throw Error("no tensor map is there");
+      block.fail("no tensor map is there");
     const auto& coordinates = operands[1].elements.at(0).elements;
-    if (coordinates.size() != map.rank) throw Error("a box of another rank than its tensor map");
+    if (coordinates.size() != map.rank) block.fail("a box of another rank than its tensor map");
     const int inner = map.rank - 1;
     int64_t begin[5];
     for (int i = 0; i < map.rank; ++i)
       begin[inner - i] = static_cast<int32_t>(block.value(warp, coordinates[i], lane));
     const auto target = static_cast<uint32_t>(block.address(warp, operands[0], lane));
+    if (target % 128)
+      block.fail("a box to shared memory at " + std::to_string(target) +
+                 ", which is no multiple of 128 bytes");
+    if (map.padding) block.fail("a tensor map that pads with NaN, which the machine does not know");
+    const uint32_t inner_bytes = map.block[inner] * map.element_bytes;
+    if (inner_bytes % 16 || (map.swizzle && inner_bytes > 16u << map.swizzle))
+      block.fail("a box whose rows have " + std::to_string(inner_bytes) +
+                 " bytes: they must be a multiple of 16, and not more than the swizzle");
     Box box;
     box.swizzle = map.swizzle;
     box.barrier = static_cast<uint32_t>(block.address(warp, operands[2], lane));
-    // Of 16 bytes at a time: a row may leave the tensor.
+    // Of 16 bytes at a time: the tensor may begin or end within them.
     const int elements = 16 / map.element_bytes;
-    box.row_bytes = 16;
     int64_t rows = 1;
     for (int i = 0; i < inner; ++i) rows *= map.block[i];
     const int pieces = static_cast<int>(map.block[inner]) / elements;
@@ -112,12 +121,16 @@ void copy_box(Block& block, Warp& warp, const Instruction& instruction, uint32_t
       }
       for (int piece = 0; piece < pieces; ++piece) {
         const int64_t column = begin[inner] + piece * elements;
-        const bool all = inside && column >= 0 && column < int64_t(map.shape[inner]);
-        if (all && column + elements > int64_t(map.shape[inner]))
-          throw Error("a tensor map whose rows are no multiple of 16 bytes");
-        const uint64_t source =
-            all ? map.base + (offset + column) * map.element_bytes : uint64_t(0);
-        box.rows.push_back({source, target + static_cast<uint32_t>((row * pieces + piece) * 16)});
+        const int64_t first = std::max<int64_t>(column, 0);
+        const int64_t last = std::min<int64_t>(column + elements, map.shape[inner]);
+        Piece part;
+        part.target = target + static_cast<uint32_t>((row * pieces + piece) * 16);
+        if (inside && first < last) {
+          part.source = map.base + (offset + first) * map.element_bytes;
+          part.begin = static_cast<uint8_t>((first - column) * map.element_bytes);
+          part.bytes = static_cast<uint8_t>((last - first) * map.element_bytes);
+        }
+        box.pieces.push_back(part);
       }
     }
     block.copy_box(warp, std::move(box));
@@ -139,7 +152,7 @@ void wait(Block& block, Warp& warp, const Instruction& instruction, uint32_t) {
 
 // wgmma: accumulator, A (descriptor or registers), B, whether it adds, signs, transpositions.
 void multiply(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
-  if (lanes != kAll) throw Error("wgmma without all lanes");
+  if (lanes != kAll) block.fail("wgmma without all lanes");
   const auto& operands = instruction.operands;
   const bool in_registers = operands[1].kind == Operand::list;
   Product product;
@@ -147,6 +160,14 @@ void multiply(Block& block, Warp& warp, const Instruction& instruction, uint32_t
   if (!in_registers) product.left = block.value(warp, operands[1], 0);
   product.right = block.value(warp, operands[2], 0);
   product.adds = block.value(warp, operands[3], 0) & 1;
+  if (operands.size() != (in_registers ? 7 : 8) ||
+      operands[0].elements.size() != std::stoul(instruction.parts[4].substr(4)) / 2 ||
+      (in_registers && operands[1].elements.size() != 4))
+    block.fail("wgmma with another number of operands or registers");
+  for (const uint64_t descriptor : {product.left, product.right})
+    if (descriptor >> 49 & 7) block.fail("wgmma with a base offset, which the machine has not");
+  // -1 negates A or B.
+  product.negates = (operands[4].value != 1) != (operands[5].value != 1);
   block.issue(warp, product);
 }
 
@@ -238,10 +259,10 @@ bool Block::passed(Warp& warp, uint64_t address, uint32_t parity) {
 }
 
 void Block::copy_box(Warp& warp, Box box) {
-  for (const auto& [source, linear] : box.rows) {
-    const uint32_t target = swizzled(linear, box.swizzle);
+  for (const auto& piece : box.pieces) {
+    const uint32_t target = swizzled(piece.target, box.swizzle);
     check_shared(target, 16);
-    if (source) check_global(source, 16, "copies");
+    if (piece.bytes) check_global(piece.source, piece.bytes, 1, "copies");
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       check_readers(warp, i, "copies to");
@@ -258,13 +279,11 @@ void Block::copy_box(Warp& warp, Box box) {
   boxes_.push_back(std::move(box));
 }
 
-void Block::land_box(const Box& box, size_t row) {
-  const auto [source, linear] = box.rows[row];
-  auto* target = &shared_[swizzled(linear, box.swizzle)];
-  if (source)
-    std::memcpy(target, reinterpret_cast<const void*>(source), 16);
-  else
-    std::memset(target, 0, 16);
+void Block::land_piece(const Box& box, size_t row) {
+  const auto& piece = box.pieces[row];
+  auto* target = &shared_[swizzled(piece.target, box.swizzle)];
+  std::memset(target, 0, 16);
+  std::memcpy(target + piece.begin, reinterpret_cast<const void*>(piece.source), piece.bytes);
 }
 
 void Block::land_some_boxes() {
@@ -273,13 +292,13 @@ void Block::land_some_boxes() {
   auto& box = boxes_[which];
   if (box.late && vain_polls_ == 0) return;
   if (random_() % 2) {  // a part of it
-    land_box(box, random_() % box.rows.size());
+    land_piece(box, random_() % box.pieces.size());
     return;
   }
   auto& barrier = barrier_at(box.barrier);
-  for (size_t row = 0; row < box.rows.size(); ++row) {
-    land_box(box, row);
-    const uint32_t target = swizzled(box.rows[row].second, box.swizzle);
+  for (size_t row = 0; row < box.pieces.size(); ++row) {
+    land_piece(box, row);
+    const uint32_t target = swizzled(box.pieces[row].target, box.swizzle);
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       cell.in_flight = false;
@@ -289,7 +308,7 @@ void Block::land_some_boxes() {
       cell.generic = false;
     }
   }
-  barrier.bytes -= static_cast<int64_t>(box.rows.size()) * 16;
+  barrier.bytes -= static_cast<int64_t>(box.pieces.size()) * 16;
   boxes_.erase(boxes_.begin() + static_cast<long>(which));
   complete(barrier);
 }
@@ -306,6 +325,8 @@ static void each_register(const Instruction& instruction, Function function) {
 
 void Block::issue(Warp& warp, Product product) {
   // LLVM moves writes of the operands behind the fence; ptxas then places it behind them.
+  if (warps_.size() % 4) fail("wgmma in a block that is no multiple of 128 threads");
+  ++warp.num_products;
   if (!warp.fenced_registers) fail("wgmma without wgmma.fence since the last wait");
   each_register(*product.instruction, [&](const Operand& operand, Warp::Use use) {
     auto& now = warp.in_flight[operand.index];
@@ -318,9 +339,8 @@ void Block::issue(Warp& warp, Product product) {
 // Only another product may use the accumulator of a product under way, as its own accumulator.
 void Block::check_in_flight(const Warp& warp, const Instruction& instruction) const {
   const bool is_product = instruction.parts[0] == "wgmma";
-  const size_t own = is_product && !instruction.operands.empty()
-                         ? instruction.operands[0].elements.size()
-                         : 0;
+  const size_t own =
+      is_product && !instruction.operands.empty() ? instruction.operands[0].elements.size() : 0;
   for (size_t i = own; i < instruction.registers.size(); ++i)
     if (warp.in_flight[instruction.registers[i]] == Warp::written_by_product)
       fail("uses the accumulator of a wgmma before the wait for it");
@@ -409,6 +429,7 @@ void Block::execute(Warp& warp, const Product& product) {
     return number(bits);
   };
   const int rows = warp.number % 4 * 16;  // of the 64 of the warp group
+  const double sign = product.negates ? -1.0 : 1.0;
   std::vector<float> a(16 * 16), b(static_cast<size_t>(n) * 16);
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < 16; ++k) {
@@ -430,7 +451,7 @@ void Block::execute(Warp& warp, const Product& product) {
       const int lane = row % 8 * 4 + column % 8 / 2;
       auto& bits = warp.registers[target.index][lane];
       double total = product.adds ? std::bit_cast<float>(static_cast<uint32_t>(bits)) : 0.0;
-      for (int k = 0; k < 16; ++k) total += double(a[row * 16 + k]) * b[column * 16 + k];
+      for (int k = 0; k < 16; ++k) total += sign * a[row * 16 + k] * b[column * 16 + k];
       bits = std::bit_cast<uint32_t>(static_cast<float>(total));
     }
   }

@@ -105,6 +105,9 @@ void Block::run() {
       fail("every warp waits for an mbarrier that nobody completes");
     release_barrier();
   }
+  for (size_t i = 0; i < warps_.size(); ++i)
+    if (warps_[i].num_products != warps_[i / 4 * 4].num_products)
+      fail("a wgmma that only some of the four warps of their group execute");
 }
 
 void Block::step(Warp& warp) {
@@ -161,6 +164,9 @@ void Block::exit(Warp& warp, uint32_t lanes) {
 }
 
 void Block::wait_for_block(Warp& warp, uint32_t lanes) {
+  // bar.sync is aligned: all threads of a warp execute the same one.
+  if (current_->parts[0] == "bar" && (lanes | warp.exited) != kAll)
+    fail("a part of the lanes of a warp arrives");
   const int after = warp.fragments.front().at;
   warp.at_barrier |= lanes;
   leave(warp, lanes);
@@ -188,21 +194,21 @@ void Block::release_barrier() {
 }
 
 void Block::read_global(uint64_t address, void* to, int bytes) {
-  check_global(address, bytes, "reads");
+  check_global(address, bytes, bytes, "reads");
   std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
 }
 
 void Block::write_global(uint64_t address, const void* from, int bytes) {
-  check_global(address, bytes, "writes");
+  check_global(address, bytes, bytes, "writes");
   std::memcpy(reinterpret_cast<void*>(address), from, bytes);
 }
 
-void Block::check_global(uint64_t address, int bytes, const char* verb) const {
+void Block::check_global(uint64_t address, int bytes, int alignment, const char* verb) const {
   const auto& all = launch_.allocations;
   auto after =
       std::upper_bound(all.begin(), all.end(), address,
                        [](uint64_t at, const Allocation& each) { return at < each.begin; });
-  const bool aligned = address % bytes == 0;
+  const bool aligned = address % alignment == 0;
   if (aligned && after != all.begin() && address + bytes <= std::prev(after)->end) return;
   std::ostringstream text;
   text << verb << " " << bytes << " bytes of global memory at 0x" << std::hex << address
@@ -221,8 +227,7 @@ void Block::check_global(uint64_t address, int bytes, const char* verb) const {
 void Block::check_shared(uint64_t address, int bytes) const {
   const bool inside = address + bytes <= shared_.size() && address + bytes >= address;
   if (inside && address % bytes == 0) return;
-  const auto what =
-      std::to_string(bytes) + " bytes of shared memory at " + std::to_string(address);
+  const auto what = std::to_string(bytes) + " bytes of shared memory at " + std::to_string(address);
   if (!inside) fail("accesses " + what + " of " + std::to_string(shared_.size()));
   fail("accesses " + what + ", which is not aligned");
 }
@@ -243,6 +248,10 @@ void Block::check_readers(const Warp& warp, uint64_t address, const char* verb) 
          std::to_string(std::countr_zero(others)) + " reads without a barrier between");
 }
 
+std::string Block::writer(const Cell& cell) const {
+  return cell.writer < warps_.size() ? "warp " + std::to_string(cell.writer) : "a copy";
+}
+
 void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
@@ -251,8 +260,7 @@ void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
     if (cell.in_flight) fail("reads " + where() + " before the wait for its asynchronous copy");
     if (!cell.written) fail("reads " + where() + ", which nobody has written");
     if (cell.write_clock > warp.clock[cell.writer])
-      fail("reads " + where() + ", which warp " + std::to_string(cell.writer) +
-           " writes without a barrier between");
+      fail("reads " + where() + ", which " + writer(cell) + " writes without a barrier between");
     note_reader(warp, address + i);
   }
   std::memcpy(to, &shared_[address], bytes);
@@ -267,8 +275,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
     // Lanes that hold the same element write the same bits, in any order.
     const bool same = shared_[address + i] == static_cast<const uint8_t*>(from)[i];
     if (cell.written && !same && cell.write_clock > warp.clock[cell.writer])
-      fail("writes " + where() + ", which warp " + std::to_string(cell.writer) +
-           " writes without a barrier between");
+      fail("writes " + where() + ", which " + writer(cell) + " writes without a barrier between");
     check_readers(warp, address + i, "writes");
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);
@@ -280,10 +287,13 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes) check_global(copy.source, copy.bytes, "copies");
+  if (copy.bytes) check_global(copy.source, copy.bytes, copy.filled, "copies");
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
+    if (cell.written && cell.write_clock > warp.clock[cell.writer])
+      fail("copies to shared memory at " + std::to_string(copy.target + i) + ", which " +
+           writer(cell) + " writes without a barrier between");
     cell.in_flight = true;
     shared_[copy.target + i] = 0xff;
   }
@@ -325,6 +335,10 @@ void Block::land_some(Warp& warp) {
 }
 
 void run(const Launch& launch) {
+  const int required = launch.program->required_threads;
+  if (required && launch.block.count() != required)
+    throw Error(launch.program->name + ": blocks of " + std::to_string(launch.block.count()) +
+                " threads, not of " + std::to_string(required) + " (.reqntid)");
   std::mt19937_64 random(launch.seed);
   std::vector<int> order(launch.grid.count());
   std::iota(order.begin(), order.end(), 0);

@@ -64,6 +64,7 @@ struct Product {
   const Instruction* instruction = nullptr;
   uint64_t left = 0, right = 0;  // descriptors of the matrices in shared memory
   bool adds = false;             // to the accumulator
+  bool negates = false;          // A or B, not both
 };
 
 // An mbarrier in shared memory.
@@ -76,10 +77,16 @@ struct Barrier {
   std::vector<uint32_t> released;      // before those of the last completed one
 };
 
+// 16 bytes of a box: `bytes` of them from global memory, from the byte `begin` on; others are zero.
+struct Piece {
+  uint64_t source = 0;
+  uint32_t target = 0;
+  uint8_t begin = 0, bytes = 0;
+};
+
 // A box of a tensor on its way to shared memory (cp.async.bulk.tensor).
 struct Box {
-  std::vector<std::pair<uint64_t, uint32_t>> rows;  // from global memory (0: zeros) to shared
-  uint32_t row_bytes = 0;
+  std::vector<Piece> pieces;
   uint32_t barrier = 0;
   int swizzle = 0;
   bool late = false;  // lands when a warp has asked its barrier in vain
@@ -102,6 +109,7 @@ struct Warp {
   enum Use : uint8_t { idle, read_by_product, written_by_product };
   std::vector<Use> in_flight;
   size_t num_in_flight = 0;
+  uint64_t num_products = 0;      // that were issued
   bool fenced_registers = false;  // by wgmma.fence, since the last wait for products
 };
 
@@ -141,6 +149,9 @@ class Block {
     warp.registers[operand.index][lane] = value;
   }
 
+  // Raises Error with what is wrong, where it is and who executes it.
+  [[noreturn]] void fail(const std::string& what) const;
+
   // Memory. Each raises Error with who, where and what.
   void read_global(uint64_t address, void* to, int bytes);
   void write_global(uint64_t address, const void* from, int bytes);
@@ -152,6 +163,12 @@ class Block {
     return launch_.parameters.data() + offset;
   }
 
+  // The lanes of a mask are those that execute an instruction, and `lane` is one of them.
+  void check_members(uint32_t lanes, int lane, uint64_t mask) const {
+    if (mask & kAll & ~uint64_t(lanes)) fail("the mask names lanes that do not execute it");
+    if (!(mask >> lane & 1))
+      fail("lane " + std::to_string(lane) + ", which the mask does not name");
+  }
   void branch(Warp& warp, int target, uint32_t lanes);
   void exit(Warp& warp, uint32_t lanes);
   void wait_for_block(Warp& warp, uint32_t lanes);
@@ -176,11 +193,12 @@ class Block {
  private:
   Barrier& barrier_at(uint64_t address);
   void complete(Barrier& barrier);
-  void land_box(const Box& box, size_t row);
+  void land_piece(const Box& box, size_t row);
   void land_some_boxes();
   void execute(Warp& warp, const Product& product);
   void check_matrix(Warp& warp, uint64_t address);
   void check_in_flight(const Warp& warp, const Instruction& instruction) const;
+  std::string writer(const Cell& cell) const;
   uint64_t special(const Warp& warp, int index, int lane) const;
   void step(Warp& warp);
   void release_barrier();
@@ -189,8 +207,7 @@ class Block {
   void check_shared(uint64_t address, int bytes) const;
   void note_reader(const Warp& warp, uint64_t address);
   void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
-  void check_global(uint64_t address, int bytes, const char* verb) const;
-  [[noreturn]] void fail(const std::string& what) const;
+  void check_global(uint64_t address, int bytes, int alignment, const char* verb) const;
 
   const Launch& launch_;
   const Program& program_;

@@ -31,7 +31,8 @@ void load(Block& block, Warp& warp, const Instruction& instruction, uint32_t lan
     const auto address = block.address(warp, instruction.operands[1], lane);
     if constexpr (space == Space::global) block.read_global(address, data, bytes);
     if constexpr (space == Space::shared) block.read_shared(warp, uint32_t(address), data, bytes);
-    if constexpr (space == Space::parameter) std::memcpy(data, block.parameters(address, bytes), bytes);
+    if constexpr (space == Space::parameter)
+      std::memcpy(data, block.parameters(address, bytes), bytes);
     for (int i = 0; i < count; ++i)
       block.set(warp, targets[i], lane, extended(instruction, data + i * instruction.width));
   }
@@ -85,12 +86,17 @@ void copy(Block& block, Warp& warp, const Instruction& instruction, uint32_t lan
   const auto& operands = instruction.operands;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
-    const auto filled = static_cast<uint8_t>(block.value(warp, operands[2], lane));
+    const auto filled = static_cast<uint32_t>(block.value(warp, operands[2], lane));
     const auto bytes =
-        operands.size() > 3 ? static_cast<uint8_t>(block.value(warp, operands[3], lane)) : filled;
-    block.copy_async(warp, {block.address(warp, operands[1], lane),
-                            static_cast<uint32_t>(block.address(warp, operands[0], lane)), bytes,
-                            filled, instruction.line});
+        operands.size() > 3 ? static_cast<uint32_t>(block.value(warp, operands[3], lane)) : filled;
+    const bool known =
+        filled == 16 || (instruction.parts[2] == "ca" && (filled == 4 || filled == 8));
+    if (!known || bytes > filled)
+      block.fail("cp.async of " + std::to_string(bytes) + " bytes to " + std::to_string(filled));
+    block.copy_async(warp,
+                     {block.address(warp, operands[1], lane),
+                      static_cast<uint32_t>(block.address(warp, operands[0], lane)),
+                      static_cast<uint8_t>(bytes), static_cast<uint8_t>(filled), instruction.line});
   }
 }
 
@@ -107,13 +113,13 @@ void wait(Block& block, Warp& warp, const Instruction& instruction, uint32_t) {
 void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   int count;
   const auto* targets = elements(instruction.operands[0], count);
-  if (lanes != kAll) throw Error("ldmatrix without all lanes");
+  if (lanes != kAll) block.fail("ldmatrix without all lanes");
   const bool transposed = instruction.parts[5] == "trans";
   for (int matrix = 0; matrix < count; ++matrix) {
     uint16_t rows[8][8];
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[1], matrix * 8 + row);
-      block.read_shared(warp, address, rows[row], 16);
+      block.read_shared(warp, uint32_t(address), rows[row], 16);
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       const int i = lane / 4, j = lane % 4 * 2;
@@ -127,7 +133,7 @@ void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uin
 void store_matrices(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   int count;
   const auto* sources = elements(instruction.operands[1], count);
-  if (lanes != kAll) throw Error("stmatrix without all lanes");
+  if (lanes != kAll) block.fail("stmatrix without all lanes");
   const bool transposed = instruction.parts[5] == "trans";
   for (int matrix = 0; matrix < count; ++matrix) {
     uint16_t rows[8][8];
@@ -139,7 +145,7 @@ void store_matrices(Block& block, Warp& warp, const Instruction& instruction, ui
     }
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[0], matrix * 8 + row);
-      block.write_shared(warp, address, rows[row], 16);
+      block.write_shared(warp, uint32_t(address), rows[row], 16);
     }
   }
 }

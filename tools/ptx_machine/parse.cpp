@@ -69,7 +69,12 @@ std::optional<uint64_t> number(const std::string& text) {
   if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'd' || digits[1] == 'D')) {
     return std::stoull(digits.substr(2), nullptr, 16);
   }
-  const uint64_t value = std::stoull(digits, nullptr, 0);
+  const bool binary = digits.size() > 2 && digits[0] == '0' && (digits[1] | 32) == 'b';
+  size_t read = 0;
+  const uint64_t value = std::stoull(binary ? digits.substr(2) : digits, &read, binary ? 2 : 0);
+  read += binary ? 2 : 0;
+  if (read < digits.size() && digits.substr(read) != "U")
+    throw Error("the number '" + text + "', which the machine does not know");
   return negative ? ~value + 1 : value;
 }
 
@@ -312,8 +317,7 @@ class Parser {
     const auto word = next();
     result.text = word;
     if (word == "!") {
-      result = operand();
-      result.negated = true;
+      fail("an operand that is negated");
     } else if (word == "{") {
       result.kind = Operand::list;
       while (peek() != "}") {
@@ -325,16 +329,14 @@ class Parser {
       result = address();
     } else if (word == "_") {
       result.kind = Operand::none;
+      result.second = behind_bar();
     } else if (const auto value = number(word)) {
       result.kind = Operand::constant;
       result.value = *value;
     } else if (const int index = register_of(word); index >= 0) {
       result.kind = Operand::reg;
       result.index = index;
-      if (peek() == "|") {
-        next();
-        result.second = register_of(next());
-      }
+      result.second = behind_bar();
     } else if (parameters_.count(word)) {
       result.kind = Operand::constant;  // its place; cvta.param makes an address of it
       result.value = static_cast<uint64_t>(parameters_[word]);
@@ -349,6 +351,16 @@ class Parser {
       result.text = scoped(word);
     }
     return result;
+  }
+
+  // The predicate in %r1|%p1, or -1.
+  int behind_bar() {
+    if (peek() != "|") return -1;
+    next();
+    const auto name = next();
+    const int index = register_of(name);
+    if (index < 0 && name != "_") fail("no register " + name);
+    return index;
   }
 
   Operand address() {

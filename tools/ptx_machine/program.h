@@ -17,11 +17,10 @@ class Error : public std::runtime_error {
 struct Operand {
   enum Kind : uint8_t { none, reg, constant, special, address, list, label };
   Kind kind = none;
-  bool negated = false;  // !%p
-  int index = -1;        // register; of an address its base, or -1; of a label its instruction
-  int second = -1;       // the predicate behind | in %r1|%p1, or -1
-  uint64_t value = 0;    // constant; offset of an address
-  std::string text;      // as it is written
+  int index = -1;      // register; of an address its base, or -1; of a label its instruction
+  int second = -1;     // the predicate behind | in %r1|%p1, or -1
+  uint64_t value = 0;  // constant; offset of an address
+  std::string text;    // as it is written
   std::vector<Operand> elements;  // of a list, or {tensor map, coordinates...} of an address
 };
 
@@ -54,7 +53,7 @@ struct Instruction {
   std::vector<std::string> parts;  // the opcode at its dots
   std::vector<Operand> operands;
   std::vector<int> registers;  // all that it reads or writes
-  int guard = -1;  // predicate register, or -1
+  int guard = -1;              // predicate register, or -1
   bool guard_negated = false;
   int line = 0;         // of the PTX
   int source_line = 0;  // of Python, by the last .loc
