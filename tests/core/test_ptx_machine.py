@@ -69,6 +69,7 @@ COMPUTED: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
     "fma.rn.f32 %r4, %r3, %r3, 0f3F800000;": (FLOATS, lambda x: x * x + 1),
     "ex2.approx.f32 %r4, %r3;": (FLOATS, torch.exp2),
     "max.f32 %r4, %r3, 0f7FC00000;": (FLOATS, lambda x: x),
+    "max.f32 %r4, 0f3F800000, %r3, 0fC0000000;": (FLOATS, lambda x: x.clamp(min=1)),
     "max.NaN.f32 %r4, %r3, 0f7FC00000;": (FLOATS, lambda x: x * torch.nan),
     "cvt.rn.bf16.f32 %h1, %r3; cvt.f32.bf16 %r4, %h1;": (FLOATS, lambda x: x.bfloat16().float()),
     "cvt.rzi.s32.f32 %r4, %r3; cvt.rn.f32.s32 %r4, %r4;": (FLOATS, torch.trunc),
@@ -138,6 +139,7 @@ def test_warps_exchange_through_shared_memory() -> None:
         ("ld.shared.b32 %r4, [%r2];" + STORE, "nobody has written"),
         ("ld.shared.b32 %r4, [%r2+8192];" + STORE, "8192 of 4096"),
         ("add.f31 %r4, %r3, %r3;", "the machine does not know 'add.f31'"),
+        ("add.f32 %r4, %r3, %r3, %r3;", "'add.f32' has 4 operands, not 3"),
     ],
 )
 def test_what_is_wrong_is_found(body: str, says: str) -> None:

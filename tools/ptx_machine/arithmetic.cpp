@@ -86,10 +86,10 @@ struct Typed;
 template <typename Result, typename... Arguments>
 struct Typed<Result (*)(Arguments...)> {
   template <auto F>
-  static constexpr Handler handler = Lanes<F, Result, Arguments...>::run;
+  static constexpr Entry entry{Lanes<F, Result, Arguments...>::run, sizeof...(Arguments) + 1};
 };
 template <auto F>
-constexpr Handler lanes = Typed<decltype(+F)>::template handler<F>;
+constexpr Entry lanes = Typed<decltype(+F)>::template entry<F>;
 
 float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
@@ -226,7 +226,7 @@ void integers(Table& table, const std::string& s, const std::string& u, const st
 
 // selp and setp have a predicate as their last operand or as their result.
 template <typename T>
-constexpr Handler choose = lanes<[](T a, T b, Predicate first) { return first.value ? a : b; }>;
+constexpr Entry choose = lanes<[](T a, T b, Predicate first) { return first.value ? a : b; }>;
 
 // A comparison is false with a NaN; its unordered form, whose name ends in u, is true.
 template <typename T, auto Wide, typename Compare>
@@ -314,6 +314,9 @@ void floats(Table& table) {
   table["abs.f32"] = lanes<[](float a) { return std::fabs(a); }>;
   table["min.f32"] = lanes<[](float a, float b) { return smaller(a, b); }>;
   table["max.f32"] = lanes<[](float a, float b) { return larger(a, b); }>;
+  table["min.f32/4"] =
+      lanes<[](float a, float b, float c) { return smaller(smaller(a, b), c); }>;
+  table["max.f32/4"] = lanes<[](float a, float b, float c) { return larger(larger(a, b), c); }>;
   table["min.NaN.f32"] =
       lanes<[](float a, float b) { return std::isnan(a) || std::isnan(b) ? kNan : smaller(a, b); }>;
   table["max.NaN.f32"] =
@@ -409,7 +412,7 @@ void add_arithmetic(Table& table) {
   table["bfe.u32"] = lanes<[](u32 a, u32 b, u32 c) { return bit_field<u32>(a, b, c); }>;
   table["prmt.b32"] = lanes<[](u32 a, u32 b, u32 c) { return permuted(a, b, c); }>;
   table["shf.l.wrap.b32"] = lanes<funnel_shifted>;
-  const auto predicates = [&](const char* name, Handler handler) { table[name] = handler; };
+  const auto predicates = [&](const char* name, Entry entry) { table[name] = entry; };
   predicates("and.pred",
              lanes<[](Predicate a, Predicate b) { return Predicate{a.value && b.value}; }>);
   predicates("or.pred",

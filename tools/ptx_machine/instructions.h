@@ -8,7 +8,16 @@
 
 namespace ptx {
 
-using Table = std::map<std::string, Handler>;
+// What executes an instruction, and how many operands it has; -1: the handler looks itself.
+struct Entry {
+  Handler handler = nullptr;
+  int operands = -1;
+  constexpr Entry() = default;
+  constexpr Entry(Handler handler, int operands = -1) : handler(handler), operands(operands) {}
+};
+
+// By opcode, or by opcode, "/" and the number of operands.
+using Table = std::map<std::string, Entry>;
 
 void add_arithmetic(Table& table);
 void add_memory(Table& table);

@@ -182,11 +182,18 @@ void add_warp(Table& table) {
 }
 
 void decode(Instruction& instruction) {
-  const auto found = table().find(instruction.opcode);
+  const auto operands = instruction.operands.size();
+  auto found = table().find(instruction.opcode + "/" + std::to_string(operands));
+  if (found == table().end()) found = table().find(instruction.opcode);
   if (found == table().end())
     throw Error("PTX line " + std::to_string(instruction.line) + ": the machine does not know '" +
                 instruction.opcode + "'");
-  instruction.handler = found->second;
+  const auto& entry = found->second;
+  if (entry.operands >= 0 && static_cast<size_t>(entry.operands) != operands)
+    throw Error("PTX line " + std::to_string(instruction.line) + ": '" + instruction.opcode +
+                "' has " + std::to_string(operands) + " operands, not " +
+                std::to_string(entry.operands));
+  instruction.handler = entry.handler;
   const auto& first = instruction.parts[0];
   if (first == "ld" || first == "st") {
     const auto& type = instruction.parts.back();
