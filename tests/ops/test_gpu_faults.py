@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import gpu_faults
 import hot_samples
@@ -60,10 +61,10 @@ class Call:
         return Run(result, lines)
 
 
-def sample_call(op: str, capability: int) -> Call:
-    """Return the call of the first sample of an operator."""
+def sample_call(op: str, name: str, capability: int) -> Call:
+    """Return the call of a sample of an operator."""
     spec = all_specs()[op]
-    sample = spec.samples(CPU, torch.bfloat16)[0]
+    (sample,) = [each for each in spec.samples(CPU, torch.bfloat16) if each.name == name]
     return Call(spec, capability, fresh(sample), lambda: run(spec.op, fresh(sample)))
 
 
@@ -74,16 +75,30 @@ def hot_call(op: str, name: str) -> Call:
     return Call(all_specs()[op], 90, call.plain(sample), lambda: call.run(sample))
 
 
-CALLS: dict[str, Callable[[], Call]] = {
+# Samples with several tiles along each loop, so that every barrier has something to order.
+SAMPLES = (
+    *(
+        ("attention", "long", 80),
+        ("cross_entropy", "negative_offset", 80),
+        ("linear_act", "odd_sizes", 80),
+    ),
+    *(
+        ("add_rms_norm", "many_rows", 80),
+        ("attention", "long", 90),
+        ("moe_sort", "random_300x8_of_37", 90),
+    ),
+    *(("layer_norm", "many_rows", 90), ("attention", "long", 120)),
+)
+HOT = (
+    *(("linear_act", "272x272x528 along"), ("linear_act", "272x272x528 apart")),
+    *(("linear_glu", "272x272x528 along silu"), ("attention", "D64 of 4")),
+)
+CALLS = {
     **{
-        f"{op} on sm_{capability}": lambda op=op, capability=capability: sample_call(op, capability)
-        for op, capability in (
-            *(("attention", 80), ("cross_entropy", 80), ("linear_act", 80), ("add_rms_norm", 80)),
-            *(("attention", 90), ("linear_glu", 90), ("moe_sort", 90), ("layer_norm", 90)),
-        )
+        f"{op} {name}, sm_{capability}": partial(sample_call, op, name, capability)
+        for op, name, capability in SAMPLES
     },
-    "product of tensor maps": lambda: hot_call("linear_act", "272x272x528 along"),
-    "product of cp.async": lambda: hot_call("linear_act", "272x272x528 apart"),
+    **{f"{op} {name}, sm_90": partial(hot_call, op, name) for op, name in HOT},
 }
 
 
