@@ -1,4 +1,4 @@
-// Warps, barriers, memory and messages.
+// Warps, barriers, shared memory and messages.
 #include "machine.h"
 
 #include <algorithm>
@@ -7,8 +7,12 @@
 
 namespace ptx {
 
-Block::Block(const Launch& launch, Dim index, std::mt19937_64& random)
-    : launch_(launch), program_(*launch.program), index_(index), random_(random) {
+Block::Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64& random)
+    : launch_(launch),
+      program_(*launch.program),
+      touched_(touched),
+      index_(index),
+      random_(random) {
   const int threads = launch.block.count();
   warps_.resize((threads + kLanes - 1) / kLanes);
   for (size_t i = 0; i < warps_.size(); ++i) {
@@ -167,6 +171,8 @@ void Block::wait_for_block(Warp& warp, uint32_t lanes) {
 void Block::release_barrier() {
   for (const auto& warp : warps_)
     if ((warp.at_barrier | warp.exited) != kAll) return;
+  for (const auto& [warp, fragment] : waiting_)
+    if (fragment.at != waiting_[0].second.at) fail("the block waits at two barriers");
   std::vector<uint32_t> joined(num_clocks_), fenced(num_clocks_);
   for (const auto& warp : warps_) {
     join(joined, warp.clock);
@@ -182,37 +188,6 @@ void Block::release_barrier() {
   ++epoch_;
   for (auto& [warp, fragment] : waiting_) warp->fragments.push_back(fragment);
   waiting_.clear();
-}
-
-void Block::read_global(uint64_t address, void* to, int bytes) {
-  check_global(address, bytes, "reads");
-  std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
-}
-
-void Block::write_global(uint64_t address, const void* from, int bytes) {
-  check_global(address, bytes, "writes");
-  std::memcpy(reinterpret_cast<void*>(address), from, bytes);
-}
-
-void Block::check_global(uint64_t address, int bytes, const char* verb) const {
-  const auto& all = launch_.allocations;
-  auto after =
-      std::upper_bound(all.begin(), all.end(), address,
-                       [](uint64_t at, const Allocation& each) { return at < each.begin; });
-  const bool aligned = address % bytes == 0;
-  if (aligned && after != all.begin() && address + bytes <= std::prev(after)->end) return;
-  std::ostringstream text;
-  text << verb << " " << bytes << " bytes of global memory at 0x" << std::hex << address
-       << std::dec;
-  if (!aligned) fail(text.str() + ", which is not aligned");
-  if (after != all.begin()) {
-    const auto& before = *std::prev(after);
-    text << ", " << static_cast<int64_t>(address - before.begin) << " bytes behind the begin of '"
-         << before.name << "', which has " << before.end - before.begin;
-  } else if (!all.empty()) {
-    text << ", before every tensor";
-  }
-  fail(text.str());
 }
 
 void Block::check_shared(uint64_t address, int bytes) const {
@@ -277,7 +252,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes) check_global(copy.source, copy.bytes, "copies");
+  if (copy.bytes) watch_global(warp, copy.source, copy.bytes, "copies", nullptr);
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
@@ -322,13 +297,18 @@ void Block::land_some(Warp& warp) {
 }
 
 void run(const Launch& launch) {
+  const int threads = launch.block.count(), most = launch.program->most_threads;
+  if (threads < 1 || threads > most)
+    throw Error(launch.program->name + ": a block of " + std::to_string(threads) +
+                " threads, and the kernel allows " + std::to_string(most));
   std::mt19937_64 random(launch.seed);
+  Touched touched(launch.allocations.size());
   std::vector<int> order(launch.grid.count());
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (const int i : order) {
     const auto& grid = launch.grid;
-    Block(launch, {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, random).run();
+    Block(launch, touched, {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, random).run();
   }
 }
 

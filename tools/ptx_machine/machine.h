@@ -114,9 +114,18 @@ struct Cell {
   bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
 };
 
+// Of a byte of global memory: by whom it was touched last. Blocks count from 1.
+struct GlobalCell {
+  uint32_t writing_block = 0, write_clock = 0;
+  uint32_t reading_block = 0, read_epoch = 0, readers = 0;
+  uint8_t writer = 0;
+  bool several_read = false;  // blocks
+};
+using Touched = std::vector<std::vector<GlobalCell>>;  // of each allocation, once it is
+
 class Block {
  public:
-  Block(const Launch& launch, Dim index, std::mt19937_64& random);
+  Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64& random);
   void run();
 
   uint64_t value(const Warp& warp, const Operand& operand, int lane) const {
@@ -142,8 +151,8 @@ class Block {
   }
 
   // Memory. Each raises Error with who, where and what.
-  void read_global(uint64_t address, void* to, int bytes);
-  void write_global(uint64_t address, const void* from, int bytes);
+  void read_global(const Warp& warp, uint64_t address, void* to, int bytes);
+  void write_global(const Warp& warp, uint64_t address, const void* from, int bytes);
   void read_shared(Warp& warp, uint64_t address, void* to, int bytes);
   void write_shared(Warp& warp, uint64_t address, const void* from, int bytes);
   const uint8_t* parameters(uint64_t offset, size_t bytes) const {
@@ -189,12 +198,16 @@ class Block {
   void check_shared(uint64_t address, int bytes) const;
   void note_reader(const Warp& warp, uint64_t address);
   void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
-  void check_global(uint64_t address, int bytes, const char* verb) const;
+  size_t allocation_of(uint64_t address, int bytes, const char* verb) const;
+  void watch_global(const Warp& warp, uint64_t address, int bytes, const char* verb,
+                    const uint8_t* written);
   [[noreturn]] void fail(const std::string& what) const;
 
   const Launch& launch_;
   const Program& program_;
+  Touched& touched_;
   Dim index_;
+  uint32_t number_ = index_.x + launch_.grid.x * (index_.y + launch_.grid.y * index_.z) + 1u;
   std::mt19937_64& random_;
   std::vector<Warp> warps_;
   std::vector<uint8_t> shared_;

@@ -24,10 +24,14 @@ void barrier(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
 // The lanes of a warp that has diverged run one after the other: they need no fence of memory.
 void nothing(Block&, Warp&, const Instruction&, uint32_t) {}
 
-void require(uint32_t lanes, uint64_t mask, const Instruction& instruction) {
-  if ((lanes & mask) != static_cast<uint32_t>(mask))
-    throw Error("PTX line " + std::to_string(instruction.line) + ": '" + instruction.opcode +
-                "' names lanes that do not execute it");
+// The mask of a lane names lanes that are here, itself too.
+void require(uint32_t lanes, int lane, uint64_t mask, const Instruction& instruction) {
+  const auto refuse = [&](const char* what) {
+    throw Error("PTX line " + std::to_string(instruction.line) + ": '" + instruction.opcode + "' " +
+                what);
+  };
+  if ((lanes & mask) != static_cast<uint32_t>(mask)) refuse("names lanes that do not execute it");
+  if (!(mask >> lane & 1)) refuse("leaves out a lane that executes it");
 }
 
 // shfl.sync.mode.b32 d|p, a, b, c, mask;
@@ -40,7 +44,7 @@ void shuffle(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
   for (int lane = 0; lane < kLanes; ++lane) values[lane] = block.value(warp, operands[1], lane);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
-    require(lanes, block.value(warp, operands[4], lane) & kAll, instruction);
+    require(lanes, lane, block.value(warp, operands[4], lane) & kAll, instruction);
     const int by = static_cast<int>(block.value(warp, operands[2], lane) & 31);
     const int c = static_cast<int>(block.value(warp, operands[3], lane));
     const int clamp = c & 31, segments = c >> 8 & 31;
@@ -88,7 +92,7 @@ void reduce(Block& block, Warp& warp, const Instruction& instruction, uint32_t l
   T result{};
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
-    require(lanes, block.value(warp, operands[2], lane) & kAll, instruction);
+    require(lanes, lane, block.value(warp, operands[2], lane) & kAll, instruction);
     const auto value = static_cast<T>(block.value(warp, operands[1], lane));
     result = begun ? join(result, value) : value;
     begun = true;

@@ -1,7 +1,8 @@
 // Kernels that each do one thing wrong, for the test of the watch; one is right. No part of the
 // library.
-#include "../../csrc/cuda/device.cuh"
-#include "../../csrc/cuda/launch.cuh"
+#include "../../../csrc/cuda/device.cuh"
+#include "../../../csrc/cuda/launch.cuh"
+#include "runtime.h"
 
 namespace fusedops::cuda {
 namespace {
@@ -68,7 +69,7 @@ __global__ void write_dynamic(float* x) {
 }
 
 __global__ void all_to_one(float* x) {
-  if (threadIdx.x == 0) x[0] = 1.0f;
+  if (threadIdx.x == 0) x[0] = static_cast<float>(blockIdx.x);
 }
 
 __global__ void index_past_array(float* x, int index) {
@@ -106,7 +107,7 @@ cudaError_t run(int fault, float* x, int count) {
     case 11:
       return enqueue(all_to_one, 2, kThreads, 0, nullptr, x);
     case 12:
-      return enqueue(index_past_array, 1, kThreads, 0, nullptr, x, kWarp);
+      return enqueue(index_past_array, 1, kThreads, 0, nullptr, x, kThreads);
     case 13:
       return enqueue(all_to_one, 1, 1025, 0, nullptr, x);
     case 14:
@@ -120,8 +121,7 @@ cudaError_t run(int fault, float* x, int count) {
 }  // namespace fusedops::cuda
 
 // Runs fault number `fault` (0: none) on `count` numbers; what was found, or an empty text.
-extern "C" [[gnu::visibility("default")]] const char* cuda_on_host_fault(int fault, float* x,
-                                                                         int count) {
+extern "C" [[gnu::visibility("default")]] const char* ptx_cuda_fault(int fault, float* x, int count) {
   const cudaError_t error = fusedops::cuda::run(fault, x, count);
-  return error == cudaSuccess ? "" : cuda_on_host::finding().c_str();
+  return error == cudaSuccess ? "" : ptx::finding().c_str();
 }
