@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import cuda_on_host  # noqa: E402
 import results  # noqa: E402
 from blocks import replaced  # noqa: E402
+from ptx_machine import nvcc  # noqa: E402
 
 from fusedops._core import dtypes, extension  # noqa: E402
 from fusedops.specs import Spec, all_specs  # noqa: E402
@@ -180,7 +180,7 @@ def _keys() -> str:
 
 
 def _ops_table(specs: Iterable[Spec]) -> str:
-    cuda_kernels = cuda_on_host.kernel_names()
+    cuda_kernels = nvcc.kernel_names()
     lines = ["| op | what it does | CPU | Triton | CUDA C++ |", "|---|---|---|---|---|"]
     for spec in specs:
         backends = (

@@ -255,11 +255,11 @@ def test_dropout_drops_what_the_cpu_drops(machine: Machine, columns: int, placed
     summed = replace(whole, op=lambda *args, **kwargs: whole.op(*args, **kwargs)[1])
     for spec, more in ((whole, parameters), (summed, [])):
         sample = Sample("dropout", (x, r, shape, *more), given, random=True)
-        result = machine.run(spec, sample)
+        actual = machine.run(spec, sample)
         with fusedops.use_backend("cpp"):
             want = run(spec.op, sample)
-        assert_same_bits([result.outputs[-1]], [want.outputs[-1]])
-        grad_x = [result.grads[0] == 0 for result in (result, want)]
+        assert_same_bits([actual.outputs[-1]], [want.outputs[-1]])
+        grad_x = [result.grads[0] == 0 for result in (actual, want)]
         assert torch.equal(*grad_x) and grad_x[0].any() and not grad_x[0].all()
 
 
@@ -310,6 +310,6 @@ def test_gradients_of_no_rows_have_the_dtype_of_the_rows(machine: Machine) -> No
     """The kernels read such rows in float32, because the incoming gradient has more digits."""
     rows = torch.ones(0, 8, dtype=torch.bfloat16)
     numbers = (None, (8,), 1e-6, 0.0, "hf", 0.0, torch.bfloat16, [True] * 3)
-    backward = extension.private_operator("fusedops_cuda_result", "add_rms_norm_backward")
+    backward = extension.private_operator("fusedops_ptx_machine", "add_rms_norm_backward")
     grads = backward(rows.float(), None, rows, torch.ones(8), torch.ones(0), *numbers)
     assert grads[1].dtype == torch.bfloat16 and grads[2].dtype == torch.float32

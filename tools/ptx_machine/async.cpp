@@ -318,9 +318,8 @@ void Block::issue(Warp& warp, Product product) {
 // Only another product may use the accumulator of a product under way, as its own accumulator.
 void Block::check_in_flight(const Warp& warp, const Instruction& instruction) const {
   const bool is_product = instruction.parts[0] == "wgmma";
-  const size_t own = is_product && !instruction.operands.empty()
-                         ? instruction.operands[0].elements.size()
-                         : 0;
+  const size_t own =
+      is_product && !instruction.operands.empty() ? instruction.operands[0].elements.size() : 0;
   for (size_t i = own; i < instruction.registers.size(); ++i)
     if (warp.in_flight[instruction.registers[i]] == Warp::written_by_product)
       fail("uses the accumulator of a wgmma before the wait for it");

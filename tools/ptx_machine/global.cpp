@@ -56,8 +56,8 @@ void Block::watch_global(const Warp& warp, uint64_t address, int bytes, const ch
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells[address + i - allocation.begin];
     const bool same = written && memory[i] == written[i];
-    const bool ordered = cell.writing_block == number_ &&
-                         cell.write_clock <= warp.clock[cell.writer];
+    const bool ordered =
+        cell.writing_block == number_ && cell.write_clock <= warp.clock[cell.writer];
     if (cell.writing_block && !ordered && !same) race("writes", cell.writing_block, cell.writer);
     if (written) {
       const bool apart = cell.reading_block && (cell.several_read || cell.reading_block != number_);

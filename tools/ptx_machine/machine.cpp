@@ -193,8 +193,7 @@ void Block::release_barrier() {
 void Block::check_shared(uint64_t address, int bytes) const {
   const bool inside = address + bytes <= shared_.size() && address + bytes >= address;
   if (inside && address % bytes == 0) return;
-  const auto what =
-      std::to_string(bytes) + " bytes of shared memory at " + std::to_string(address);
+  const auto what = std::to_string(bytes) + " bytes of shared memory at " + std::to_string(address);
   if (!inside) fail("accesses " + what + " of " + std::to_string(shared_.size()));
   fail("accesses " + what + ", which is not aligned");
 }

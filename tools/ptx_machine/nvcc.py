@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import native
+
 from ptx_machine import library_path
 
 CUDA = Path(__file__).resolve().parent / "cuda"

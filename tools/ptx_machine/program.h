@@ -54,7 +54,7 @@ struct Instruction {
   std::vector<std::string> parts;  // the opcode at its dots
   std::vector<Operand> operands;
   std::vector<int> registers;  // all that it reads or writes
-  int guard = -1;  // predicate register, or -1
+  int guard = -1;              // predicate register, or -1
   bool guard_negated = false;
   int line = 0;         // of the PTX
   int source_line = 0;  // of Python or C++, by the last .loc
@@ -75,8 +75,8 @@ struct Program {
   std::vector<Parameter> parameters;
   int parameter_bytes = 0;
   int num_registers = 0;
-  int static_shared = 0;     // bytes before dynamic shared memory
-  int most_threads = 1024;   // .reqntid or .maxntid
+  int static_shared = 0;    // bytes before dynamic shared memory
+  int most_threads = 1024;  // .reqntid or .maxntid
   std::vector<Instruction> code;
   std::unordered_map<int, std::string> files;
 };

@@ -4,9 +4,9 @@
 #include <torch/library.h>
 
 #undef TORCH_LIBRARY_IMPL
-#define TORCH_LIBRARY_IMPL(space, key, m)                                                  \
-  static void fill_library(torch::Library&);                                               \
-  static const torch::detail::TorchLibraryInit library_of_file(                            \
+#define TORCH_LIBRARY_IMPL(space, key, m)                                                 \
+  static void fill_library(torch::Library&);                                              \
+  static const torch::detail::TorchLibraryInit library_of_file(                           \
       torch::Library::IMPL, &fill_library, "fusedops_ptx_machine", c10::DispatchKey::CPU, \
-      __FILE__, __LINE__);                                                                 \
+      __FILE__, __LINE__);                                                                \
   void fill_library(torch::Library& m)

@@ -121,7 +121,8 @@ cudaError_t run(int fault, float* x, int count) {
 }  // namespace fusedops::cuda
 
 // Runs fault number `fault` (0: none) on `count` numbers; what was found, or an empty text.
-extern "C" [[gnu::visibility("default")]] const char* ptx_cuda_fault(int fault, float* x, int count) {
+extern "C" [[gnu::visibility("default")]] const char* ptx_cuda_fault(int fault, float* x,
+                                                                     int count) {
   const cudaError_t error = fusedops::cuda::run(fault, x, count);
   return error == cudaSuccess ? "" : ptx::finding().c_str();
 }

@@ -1,5 +1,6 @@
-// Stands for CUDA's runtime library: what nvcc's code calls to register kernels, and launches, which
-// the machine executes before they return. The kernels' PTX is in the objects that nvcc has written.
+// Stands for CUDA's runtime library: what nvcc's code calls to register kernels, and launches,
+// which the machine executes before they return. The kernels' PTX is in the objects that nvcc has
+// written.
 #include "runtime.h"
 
 #include <cuda_runtime_api.h>

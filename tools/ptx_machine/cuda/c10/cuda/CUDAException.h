@@ -6,5 +6,4 @@
 
 #include "../../runtime.h"
 
-#define C10_CUDA_CHECK(error) \
-  TORCH_CHECK((error) == cudaSuccess, "CUDA kernel: ", ptx::finding())
+#define C10_CUDA_CHECK(error) TORCH_CHECK((error) == cudaSuccess, "CUDA kernel: ", ptx::finding())
