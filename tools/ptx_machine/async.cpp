@@ -241,7 +241,7 @@ void Block::copy_box(Warp& warp, Box box) {
   for (const auto& [source, linear] : box.rows) {
     const uint32_t target = swizzled(linear, box.swizzle);
     check_shared(target, 16);
-    if (source) watch_global(warp, source, 16, "copies", nullptr);
+    if (source) watch_global(warp, kAll, source, 16, "copies", nullptr);
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       check_readers(warp, i, "copies to");

@@ -5,13 +5,14 @@
 
 namespace ptx {
 
-void Block::read_global(const Warp& warp, uint64_t address, void* to, int bytes) {
-  watch_global(warp, address, bytes, "reads", nullptr);
+void Block::read_global(const Warp& warp, uint32_t by, uint64_t address, void* to, int bytes) {
+  watch_global(warp, by, address, bytes, "reads", nullptr);
   std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
 }
 
-void Block::write_global(const Warp& warp, uint64_t address, const void* from, int bytes) {
-  watch_global(warp, address, bytes, "writes", static_cast<const uint8_t*>(from));
+void Block::write_global(const Warp& warp, uint32_t by, uint64_t address, const void* from,
+                         int bytes) {
+  watch_global(warp, by, address, bytes, "writes", static_cast<const uint8_t*>(from));
   std::memcpy(reinterpret_cast<void*>(address), from, bytes);
 }
 
@@ -39,11 +40,11 @@ size_t Block::allocation_of(uint64_t address, int bytes, const char* verb) const
 
 // Blocks are never ordered, warps of a block by its barriers alone. Those that write the same bits
 // do no harm.
-void Block::watch_global(const Warp& warp, uint64_t address, int bytes, const char* verb,
-                         const uint8_t* written) {
+void Block::watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes,
+                         const char* verb, const uint8_t* written) {
   const size_t which = allocation_of(address, bytes, verb);
   const auto& allocation = launch_.allocations[which];
-  auto& cells = touched_[which];
+  auto& cells = touched_.cells[which];
   if (cells.empty()) cells.resize(allocation.end - allocation.begin);
   const auto* memory = reinterpret_cast<const uint8_t*>(address);
   const auto race = [&](const char* with, uint32_t block, int other) {
@@ -59,6 +60,7 @@ void Block::watch_global(const Warp& warp, uint64_t address, int bytes, const ch
     const bool ordered =
         cell.writing_block == number_ && cell.write_clock <= warp.clock[cell.writer];
     if (cell.writing_block && !ordered && !same) race("writes", cell.writing_block, cell.writer);
+    watch_lanes(warp, cell.lanes, by, written, same);
     if (written) {
       const bool apart = cell.reading_block && (cell.several_read || cell.reading_block != number_);
       if (apart && !same) race("reads", 0, 0);

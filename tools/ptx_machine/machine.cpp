@@ -29,6 +29,7 @@ Block::Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64&
     warp.clock.assign(warps_.size() + kMostBarriers, 0);
     warp.fenced = warp.clock;
     warp.clock[i] = 1;
+    meet(warp);
   }
   num_clocks_ = warps_.size() + kMostBarriers;
   const size_t bytes = program_.static_shared + launch.dynamic_shared;
@@ -184,6 +185,7 @@ void Block::release_barrier() {
     warp.clock = joined;
     warp.fenced = fenced;
     ++warp.clock[warp.number];
+    meet(warp);
   }
   ++epoch_;
   for (auto& [warp, fragment] : waiting_) warp->fragments.push_back(fragment);
@@ -214,7 +216,21 @@ void Block::check_readers(const Warp& warp, uint64_t address, const char* verb) 
          std::to_string(std::countr_zero(others)) + " reads without a barrier between");
 }
 
-void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
+// Lanes of a warp need not run in step: what one writes, another may touch once they have met.
+// Those that write the same bits do no harm.
+void Block::watch_lanes(const Warp& warp, TouchingLanes& touching, uint32_t by, bool writes,
+                        bool same) {
+  if (touching.meeting != warp.meeting) touching = {warp.meeting, 0, 0};
+  const uint32_t one = by == kAll ? 0 : by;
+  const bool own = !writes && (touching.writers & one);
+  const uint32_t others = (writes ? touching.readers | touching.writers : touching.writers) & ~one;
+  if (others && !own && !same)
+    fail("lane " + std::to_string(std::countr_zero(others)) +
+         " accesses the same byte without a barrier between");
+  (writes ? touching.writers : touching.readers) |= by;
+}
+
+void Block::read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells_[address + i];
@@ -225,11 +241,12 @@ void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
       fail("reads " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
     note_reader(warp, address + i);
+    watch_lanes(warp, cell.lanes, by, false, false);
   }
   std::memcpy(to, &shared_[address], bytes);
 }
 
-void Block::write_shared(Warp& warp, uint64_t address, const void* from, int bytes) {
+void Block::write_shared(Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells_[address + i];
@@ -241,6 +258,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
       fail("writes " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
     check_readers(warp, address + i, "writes");
+    watch_lanes(warp, cell.lanes, by, true, same && cell.written);
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);
     cell.write_clock = warp.clock[warp.number];
@@ -251,7 +269,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes) watch_global(warp, copy.source, copy.bytes, "copies", nullptr);
+  if (copy.bytes) watch_global(warp, kAll, copy.source, copy.bytes, "copies", nullptr);
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
@@ -301,7 +319,8 @@ void run(const Launch& launch) {
     throw Error(launch.program->name + ": a block of " + std::to_string(threads) +
                 " threads, and the kernel allows " + std::to_string(most));
   std::mt19937_64 random(launch.seed);
-  Touched touched(launch.allocations.size());
+  Touched touched;
+  touched.cells.resize(launch.allocations.size());
   std::vector<int> order(launch.grid.count());
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);

@@ -85,8 +85,14 @@ struct Box {
   bool late = false;  // lands when a warp has asked its barrier in vain
 };
 
+// Lanes of one warp that have touched a byte since they met (bar.warp.sync, bar.sync).
+struct TouchingLanes {
+  uint32_t meeting = 0, readers = 0, writers = 0;
+};
+
 struct Warp {
   int number = 0;
+  uint32_t meeting = 0;  // of its lanes: a number that no other one has in the launch
   uint32_t exited = 0;
   std::vector<Fragment> fragments;  // by instruction, the first runs
   std::vector<std::array<uint64_t, kLanes>> registers;
@@ -112,6 +118,7 @@ struct Cell {
   uint8_t writer = 0;
   bool written = false, in_flight = false;
   bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
+  TouchingLanes lanes;
 };
 
 // Of a byte of global memory: by whom it was touched last. Blocks count from 1.
@@ -120,8 +127,14 @@ struct GlobalCell {
   uint32_t reading_block = 0, read_epoch = 0, readers = 0;
   uint8_t writer = 0;
   bool several_read = false;  // blocks
+  TouchingLanes lanes;
 };
-using Touched = std::vector<std::vector<GlobalCell>>;  // of each allocation, once it is
+
+// What the blocks of a launch share.
+struct Touched {
+  std::vector<std::vector<GlobalCell>> cells;  // of each allocation, once it is touched
+  uint32_t num_meetings = 0;
+};
 
 class Block {
  public:
@@ -150,11 +163,11 @@ class Block {
     warp.registers[operand.index][lane] = value;
   }
 
-  // Memory. Each raises Error with who, where and what.
-  void read_global(const Warp& warp, uint64_t address, void* to, int bytes);
-  void write_global(const Warp& warp, uint64_t address, const void* from, int bytes);
-  void read_shared(Warp& warp, uint64_t address, void* to, int bytes);
-  void write_shared(Warp& warp, uint64_t address, const void* from, int bytes);
+  // Memory. Each raises Error with who, where and what. `by` are the lanes: one, or all of them.
+  void read_global(const Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
+  void write_global(const Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
+  void read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
+  void write_shared(Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
   const uint8_t* parameters(uint64_t offset, size_t bytes) const {
     if (offset > launch_.parameters.size() || offset + bytes > launch_.parameters.size())
       fail("reads " + std::to_string(bytes) + " bytes of parameters at " + std::to_string(offset));
@@ -164,6 +177,7 @@ class Block {
   void branch(Warp& warp, int target, uint32_t lanes);
   void exit(Warp& warp, uint32_t lanes);
   void wait_for_block(Warp& warp, uint32_t lanes);
+  void meet(Warp& warp) { warp.meeting = ++touched_.num_meetings; }
   void copy_async(Warp& warp, Copy copy);
   void commit_copies(Warp& warp);
   void wait_for_copies(Warp& warp, size_t groups_left);
@@ -199,8 +213,9 @@ class Block {
   void note_reader(const Warp& warp, uint64_t address);
   void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
   size_t allocation_of(uint64_t address, int bytes, const char* verb) const;
-  void watch_global(const Warp& warp, uint64_t address, int bytes, const char* verb,
+  void watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes, const char* verb,
                     const uint8_t* written);
+  void watch_lanes(const Warp& warp, TouchingLanes& touching, uint32_t by, bool writes, bool same);
   [[noreturn]] void fail(const std::string& what) const;
 
   const Launch& launch_;

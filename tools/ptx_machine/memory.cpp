@@ -39,9 +39,9 @@ void load(Block& block, Warp& warp, const Instruction& instruction, uint32_t lan
     if (space == Space::parameter) {
       std::memcpy(data, block.parameters(address, bytes), bytes);
     } else if (is_shared(space, address)) {
-      block.read_shared(warp, uint32_t(address), data, bytes);
+      block.read_shared(warp, 1u << lane, uint32_t(address), data, bytes);
     } else {
-      block.read_global(warp, address, data, bytes);
+      block.read_global(warp, 1u << lane, address, data, bytes);
     }
     for (int i = 0; i < count; ++i)
       block.set(warp, targets[i], lane, extended(instruction, data + i * instruction.width));
@@ -62,9 +62,9 @@ void store(Block& block, Warp& warp, const Instruction& instruction, uint32_t la
     }
     const auto address = block.address(warp, instruction.operands[0], lane);
     if (is_shared(space, address)) {
-      block.write_shared(warp, uint32_t(address), data, bytes);
+      block.write_shared(warp, 1u << lane, uint32_t(address), data, bytes);
     } else {
-      block.write_global(warp, address, data, bytes);
+      block.write_global(warp, 1u << lane, address, data, bytes);
     }
   }
 }
@@ -137,7 +137,7 @@ void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uin
     uint16_t rows[8][8];
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[1], matrix * 8 + row);
-      block.read_shared(warp, address, rows[row], 16);
+      block.read_shared(warp, kAll, address, rows[row], 16);
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       const int i = lane / 4, j = lane % 4 * 2;
@@ -163,7 +163,7 @@ void store_matrices(Block& block, Warp& warp, const Instruction& instruction, ui
     }
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[0], matrix * 8 + row);
-      block.write_shared(warp, address, rows[row], 16);
+      block.write_shared(warp, kAll, address, rows[row], 16);
     }
   }
 }

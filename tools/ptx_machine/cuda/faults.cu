@@ -79,10 +79,26 @@ __global__ void index_past_array(float* x, int index) {
   x[threadIdx.x] = held[0][index];
 }
 
+template <bool kMeets>
+__global__ void lanes_of_a_warp(float* x) {
+  __shared__ float held[kWarp];
+  held[threadIdx.x] = x[threadIdx.x];
+  if (kMeets) __syncwarp();
+  x[threadIdx.x] = held[kWarp - 1 - threadIdx.x];
+}
+
+__global__ void all_lanes_to_one(float* x) {
+  x[kWarp] = static_cast<float>(threadIdx.x);
+}
+
 cudaError_t run(int fault, float* x, int count) {
   constexpr unsigned kAll = 0xffffffffu;
   switch (fault) {
     case 0:
+      for (int i = 0; i < 2; ++i) {
+        const auto error = enqueue(lanes_of_a_warp<true>, 1, kWarp, 0, nullptr, x);
+        if (error != cudaSuccess) return error;
+      }
       return enqueue(turn_round<true, true>, count / kThreads, kThreads, 0, nullptr, x);
     case 1:
       return enqueue(turn_round<false, true>, 1, kThreads, 0, nullptr, x);
@@ -112,6 +128,10 @@ cudaError_t run(int fault, float* x, int count) {
       return enqueue(all_to_one, 1, 1025, 0, nullptr, x);
     case 14:
       return enqueue(all_to_one, dim3(1, 65536), 1, 0, nullptr, x);
+    case 15:
+      return enqueue(lanes_of_a_warp<false>, 1, kWarp, 0, nullptr, x);
+    case 16:
+      return enqueue(all_lanes_to_one, 1, kWarp, 0, nullptr, x);
     default:
       return cudaErrorInvalidValue;
   }
