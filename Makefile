@@ -89,9 +89,10 @@ test-isas: setup
 	    -k "$(ISA_TESTS) and not torch-cpu" || exit 1; \
 	done
 
-# Triton's kernels as compiled for sm_80 and sm_90: their PTX is executed on the CPU. Second tier.
+# The kernels as Triton and nvcc compile them for sm_80 and sm_90: their PTX is executed on the CPU.
+# Second tier.
 test-gpu-code: setup
-	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_machine.py
+	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_machine.py tests/core/test_cuda_kernels.py
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"

@@ -126,6 +126,12 @@ def test_samples_match_float64(machine: Machine, op: str, name: str, dtype: torc
     assert_matches_float64(machine, all_specs()[op], sample, 2 if large else 3)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_for_sm_80_match_float64(machine: Machine, op: str) -> None:
+    sample = fresh(next(iter(samples(op, torch.bfloat16).values())))
+    assert_matches_float64(machine, all_specs()[op], sample, capability=80)
+
+
 def norm_call(op: str, rows: int, columns: int, dtype: torch.dtype) -> Sample:
     new = functools.partial(randn, device=CPU, dtype=dtype)
     data = [new(rows, columns), *([new(rows, columns, key="r")] * op.startswith("add"))]

@@ -88,8 +88,9 @@ struct Typed<Result (*)(Arguments...)> {
 template <auto F>
 constexpr Handler lanes = Typed<decltype(+F)>::template handler<F>;
 
-float flushed(float x) {
-  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+template <typename T>
+T flushed(T x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(T(0), x) : x;
 }
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -169,8 +170,7 @@ float fused_down(float a, float b, float c) {
 }
 // The hardware computes the upper half of the bits.
 double rough_inverse(double x) {
-  const double result = std::bit_cast<double>(bits(1.0 / x) & 0xffffffff00000000);
-  return std::fpclassify(result) == FP_SUBNORMAL ? std::copysign(0.0, x) : result;
+  return flushed(std::bit_cast<double>(bits(1.0 / flushed(x)) & 0xffffffff00000000));
 }
 // Above 2^126 the approximate reciprocal of the divisor is 0.
 float rough_quotient(float a, float b) {
