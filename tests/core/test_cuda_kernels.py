@@ -33,7 +33,7 @@ from fusedops.specs.comparison import (
 from fusedops.specs.make import randn
 
 OPS = [name for name in nvcc.kernel_names() if not name.endswith("_backward")]
-# The compilation of all kernels takes half a minute.
+# The compilation of all kernels takes a minute of a processor.
 pytestmark = pytest.mark.ci(every=7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU = torch.device("cpu")

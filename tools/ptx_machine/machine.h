@@ -140,6 +140,7 @@ class Block {
  public:
   Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64& random);
   void run();
+  [[noreturn]] void fail(const std::string& what) const;  // what the instruction did, and where
 
   uint64_t value(const Warp& warp, const Operand& operand, int lane) const {
     switch (operand.kind) {
@@ -150,7 +151,7 @@ class Block {
       case Operand::special:
         return special(warp, operand.index, lane);
       default:
-        throw Error("'" + operand.text + "' is no value");
+        fail("'" + operand.text + "' is no value");
     }
   }
   uint64_t address(const Warp& warp, const Operand& operand, int lane) const {
@@ -216,7 +217,6 @@ class Block {
   void watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes, const char* verb,
                     const uint8_t* written);
   void watch_lanes(const Warp& warp, TouchingLanes& touching, uint32_t by, bool writes, bool same);
-  [[noreturn]] void fail(const std::string& what) const;
 
   const Launch& launch_;
   const Program& program_;

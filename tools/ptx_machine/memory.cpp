@@ -131,7 +131,7 @@ void wait(Block& block, Warp& warp, const Instruction& instruction, uint32_t) {
 void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   int count;
   const auto* targets = elements(instruction.operands[0], count);
-  if (lanes != kAll) throw Error("ldmatrix without all lanes");
+  if (lanes != kAll) block.fail("ldmatrix without all lanes");
   const bool transposed = instruction.parts[5] == "trans";
   for (int matrix = 0; matrix < count; ++matrix) {
     uint16_t rows[8][8];
@@ -151,7 +151,7 @@ void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uin
 void store_matrices(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   int count;
   const auto* sources = elements(instruction.operands[1], count);
-  if (lanes != kAll) throw Error("stmatrix without all lanes");
+  if (lanes != kAll) block.fail("stmatrix without all lanes");
   const bool transposed = instruction.parts[5] == "trans";
   for (int matrix = 0; matrix < count; ++matrix) {
     uint16_t rows[8][8];

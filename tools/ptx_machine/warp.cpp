@@ -17,7 +17,7 @@ void leave(Block& block, Warp& warp, const Instruction&, uint32_t lanes) {
 
 void barrier(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   if (instruction.operands.size() != 1 || instruction.operands[0].value != 0)
-    throw Error("bar.sync of another barrier than 0, or of a part of the block");
+    block.fail("bar.sync of another barrier than 0, or of a part of the block");
   block.wait_for_block(warp, lanes);
 }
 
@@ -26,13 +26,10 @@ void meet(Block& block, Warp& warp, const Instruction&, uint32_t) {
 }
 
 // The mask of a lane names lanes that are here, itself too.
-void require(uint32_t lanes, int lane, uint64_t mask, const Instruction& instruction) {
-  const auto refuse = [&](const char* what) {
-    throw Error("PTX line " + std::to_string(instruction.line) + ": '" + instruction.opcode + "' " +
-                what);
-  };
-  if ((lanes & mask) != static_cast<uint32_t>(mask)) refuse("names lanes that do not execute it");
-  if (!(mask >> lane & 1)) refuse("leaves out a lane that executes it");
+void require(const Block& block, uint32_t lanes, int lane, uint64_t mask) {
+  if ((lanes & mask) != static_cast<uint32_t>(mask))
+    block.fail("names lanes that do not execute it");
+  if (!(mask >> lane & 1)) block.fail("leaves out a lane that executes it");
 }
 
 // shfl.sync.mode.b32 d|p, a, b, c, mask;
@@ -45,7 +42,7 @@ void shuffle(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
   for (int lane = 0; lane < kLanes; ++lane) values[lane] = block.value(warp, operands[1], lane);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
-    require(lanes, lane, block.value(warp, operands[4], lane) & kAll, instruction);
+    require(block, lanes, lane, block.value(warp, operands[4], lane) & kAll);
     const int by = static_cast<int>(block.value(warp, operands[2], lane) & 31);
     const int c = static_cast<int>(block.value(warp, operands[3], lane));
     const int clamp = c & 31, segments = c >> 8 & 31;
@@ -54,8 +51,8 @@ void shuffle(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
     inside[lane] = source(lane, by, most, least, segments, from);
     if (!inside[lane]) from = lane;
     if (!(lanes >> from & 1))
-      throw Error("PTX line " + std::to_string(instruction.line) + ": a lane reads lane " +
-                  std::to_string(from) + ", which does not execute the shuffle");
+      block.fail("a lane reads lane " + std::to_string(from) +
+                 ", which does not execute the shuffle");
     results[lane] = values[from];
   }
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -93,7 +90,7 @@ void reduce(Block& block, Warp& warp, const Instruction& instruction, uint32_t l
   T result{};
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
-    require(lanes, lane, block.value(warp, operands[2], lane) & kAll, instruction);
+    require(block, lanes, lane, block.value(warp, operands[2], lane) & kAll);
     const auto value = static_cast<T>(block.value(warp, operands[1], lane));
     result = begun ? join(result, value) : value;
     begun = true;
@@ -118,7 +115,7 @@ T smaller(T a, T b) {
 // the column l/4, of C and D the columns 2 (l%4), each with its neighbour.
 template <float (*wide)(uint16_t)>
 void multiply(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
-  if (lanes != kAll) throw Error("mma without all lanes");
+  if (lanes != kAll) block.fail("mma without all lanes");
   const auto& operands = instruction.operands;
   float a[16][16], b[16][8], c[16][8];
   const auto word = [&](int operand, int i, int lane) {
