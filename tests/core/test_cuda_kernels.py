@@ -292,8 +292,8 @@ FAULTS = {
     12: "4 bytes of shared memory at 256 of 256",
     13: "a block of 1025 threads",
     14: "a grid of (1, 65536, 1) blocks",
-    15: "accesses the same byte without a barrier between",
-    16: "accesses the same byte without a barrier between",
+    15: "writes the same byte without a barrier between",
+    16: "writes the same byte without a barrier between",
 }
 
 

@@ -57,15 +57,16 @@ void Block::watch_global(const Warp& warp, uint32_t by, uint64_t address, int by
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells[address + i - allocation.begin];
     const bool same = written && memory[i] == written[i];
-    const bool ordered =
-        cell.writing_block == number_ && cell.write_clock <= warp.clock[cell.writer];
+    const bool ordered = cell.writing_block == number_ &&
+                         (!launch_.watches_warps || cell.write_clock <= warp.clock[cell.writer]);
     if (cell.writing_block && !ordered && !same) race("writes", cell.writing_block, cell.writer);
-    watch_lanes(warp, cell.lanes, by, written, same);
+    watch_lanes(warp, cell.writing_lanes, by, written, same);
     if (written) {
       const bool apart = cell.reading_block && (cell.several_read || cell.reading_block != number_);
       if (apart && !same) race("reads", 0, 0);
       const uint32_t others = cell.readers & ~(1u << warp.number);
-      if (cell.reading_block && cell.read_epoch == epoch_ && others && !same)
+      if (launch_.watches_warps && cell.reading_block && cell.read_epoch == epoch_ && others &&
+          !same)
         race("reads", number_, std::countr_zero(others));
       cell.writing_block = number_;
       cell.writer = static_cast<uint8_t>(warp.number);

@@ -216,18 +216,19 @@ void Block::check_readers(const Warp& warp, uint64_t address, const char* verb) 
          std::to_string(std::countr_zero(others)) + " reads without a barrier between");
 }
 
-// Lanes of a warp need not run in step: what one writes, another may touch once they have met.
-// Those that write the same bits do no harm.
-void Block::watch_lanes(const Warp& warp, TouchingLanes& touching, uint32_t by, bool writes,
+// Lanes of a warp need not run in step: what one writes, another may read or write once they have
+// met. Those that write the same bits do no harm. A read before the write of another lane is no
+// error: Triton's kernels have it where all lanes load one element and one of them stores it.
+void Block::watch_lanes(const Warp& warp, WritingLanes& writing, uint32_t by, bool writes,
                         bool same) {
-  if (touching.meeting != warp.meeting) touching = {warp.meeting, 0, 0};
+  if (writing.meeting != warp.meeting) writing = {warp.meeting, 0};
   const uint32_t one = by == kAll ? 0 : by;
-  const bool own = !writes && (touching.writers & one);
-  const uint32_t others = (writes ? touching.readers | touching.writers : touching.writers) & ~one;
+  const bool own = !writes && (writing.lanes & one);
+  const uint32_t others = writing.lanes & ~one;
   if (others && !own && !same)
     fail("lane " + std::to_string(std::countr_zero(others)) +
-         " accesses the same byte without a barrier between");
-  (writes ? touching.writers : touching.readers) |= by;
+         " writes the same byte without a barrier between");
+  if (writes) writing.lanes |= by;
 }
 
 void Block::read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes) {
@@ -241,7 +242,7 @@ void Block::read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int
       fail("reads " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
     note_reader(warp, address + i);
-    watch_lanes(warp, cell.lanes, by, false, false);
+    watch_lanes(warp, cell.writing_lanes, by, false, false);
   }
   std::memcpy(to, &shared_[address], bytes);
 }
@@ -258,7 +259,7 @@ void Block::write_shared(Warp& warp, uint32_t by, uint64_t address, const void* 
       fail("writes " + where() + ", which warp " + std::to_string(cell.writer) +
            " writes without a barrier between");
     check_readers(warp, address + i, "writes");
-    watch_lanes(warp, cell.lanes, by, true, same && cell.written);
+    watch_lanes(warp, cell.writing_lanes, by, true, same && cell.written);
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);
     cell.write_clock = warp.clock[warp.number];

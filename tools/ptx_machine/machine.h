@@ -43,6 +43,7 @@ struct Launch {
   std::vector<uint8_t> parameters;
   std::vector<Allocation> allocations;  // sorted by their begin
   uint64_t seed = 0;
+  bool watches_warps = true;  // of a block: their races in global memory are errors
 };
 
 // A part of a warp whose lanes are at one instruction.
@@ -85,9 +86,9 @@ struct Box {
   bool late = false;  // lands when a warp has asked its barrier in vain
 };
 
-// Lanes of one warp that have touched a byte since they met (bar.warp.sync, bar.sync).
-struct TouchingLanes {
-  uint32_t meeting = 0, readers = 0, writers = 0;
+// Lanes of one warp that have written a byte since they met (bar.warp.sync, bar.sync).
+struct WritingLanes {
+  uint32_t meeting = 0, lanes = 0;
 };
 
 struct Warp {
@@ -118,7 +119,7 @@ struct Cell {
   uint8_t writer = 0;
   bool written = false, in_flight = false;
   bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
-  TouchingLanes lanes;
+  WritingLanes writing_lanes;
 };
 
 // Of a byte of global memory: by whom it was touched last. Blocks count from 1.
@@ -127,7 +128,7 @@ struct GlobalCell {
   uint32_t reading_block = 0, read_epoch = 0, readers = 0;
   uint8_t writer = 0;
   bool several_read = false;  // blocks
-  TouchingLanes lanes;
+  WritingLanes writing_lanes;
 };
 
 // What the blocks of a launch share.
@@ -216,7 +217,7 @@ class Block {
   size_t allocation_of(uint64_t address, int bytes, const char* verb) const;
   void watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes, const char* verb,
                     const uint8_t* written);
-  void watch_lanes(const Warp& warp, TouchingLanes& touching, uint32_t by, bool writes, bool same);
+  void watch_lanes(const Warp& warp, WritingLanes& writing, uint32_t by, bool writes, bool same);
 
   const Launch& launch_;
   const Program& program_;
