@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
-CPP := $(wildcard $(foreach each,csrc csrc/* csrc/cpu/* csrc/runtime/* tests tests/core tests/sanitizers tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
+CPP := $(wildcard $(foreach each,csrc csrc/* csrc/cpu/* csrc/runtime/* tests tests/core tests/sanitizers tools tools/ptx_machine tools/ptx_machine/cuda tools/ptx_machine/cuda/c10/*, \
          $(addprefix $(each)/*.,h cpp cu cuh)))
 
 # A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
@@ -89,9 +89,11 @@ test-isas: setup
 	    -k "$(ISA_TESTS) and not torch-cpu" || exit 1; \
 	done
 
-# Triton's kernels as compiled for sm_80 and sm_90: their PTX is executed on the CPU. Second tier.
+# The kernels as Triton and nvcc compile them for sm_80 and sm_90: their PTX is executed on the CPU.
+# Second tier.
 test-gpu-code: setup
-	$(PYTEST) tests/ops/test_gpu_code.py tests/core/test_ptx_*.py
+	$(PYTEST) tests/ops/test_gpu_code.py tests/ops/test_gpu_faults.py tests/core/test_ptx_*.py \
+	  tests/core/test_cuda_kernels.py
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"

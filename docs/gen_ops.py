@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import cuda_on_host  # noqa: E402
 import results  # noqa: E402
 from blocks import replaced  # noqa: E402
+from ptx_machine import nvcc  # noqa: E402
 
 from fusedops._core import dtypes, extension  # noqa: E402
 from fusedops.specs import Spec, all_specs  # noqa: E402
@@ -184,7 +184,7 @@ def _backends(op: str) -> list[str]:
     """Return the backends of an op, the reference last."""
     present = {
         "cpp": extension.has_operator("fusedops_cpp", op),
-        "cuda": op in cuda_on_host.kernel_names(),
+        "cuda": op in nvcc.kernel_names(),
         "triton": (ROOT / "fusedops" / "kernels" / f"{op}.py").exists(),
         "torch": True,
     }

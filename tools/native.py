@@ -394,7 +394,7 @@ def edges_of(name: str, folder: Path) -> list[Edge]:
 
     for source in sources(name):
         if source.suffix == ".cu":
-            objects.append(compiled("nvcc", source, ".o"))
+            objects.append(compiled("nvcc", source, ".o", gencode(gpus(f"{cuda_home()}/bin/nvcc"))))
         elif source.name.endswith(".isa.cpp"):
             for isa in isa_variants():
                 objects.append(_isa_object(edges, compiled, source, isa))
@@ -501,10 +501,10 @@ def _rules() -> dict[str, str]:
     }
     if cuda_home():
         program = f"{cuda_home()}/bin/nvcc"
-        nvcc = shlex.join([program, *gencode(gpus(program)), *NVCC_FLAGS, f"-I{CSRC}"])
+        nvcc = shlex.join([program, *NVCC_FLAGS, f"-I{CSRC}"])
         # ptxas reports on stderr; it is kept beside the object for tools/cuda_report.py.
         rules["nvcc"] = (
-            f"{nvcc} -ccbin {compiler()} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "
+            f"{nvcc} $flags -ccbin {compiler()} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "
             "|| { cat $out.log; rm -f $out; exit 1; }"
         )
     return rules

@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(kThreads)
     load(grad_output + row * columns + column, dy);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      dy[i] *= gelu_slope<kActivation>(x[i] + shift[i]);
+      // Not contracted into the sum: it has the same bits where grad_input is not wanted.
+      dy[i] = multiply(dy[i], gelu_slope<kActivation>(x[i] + shift[i]));
       total[i] += dy[i];
     }
     if (grad_input != nullptr) store(grad_input + row * columns + column, dy);

@@ -19,8 +19,8 @@ inline bool aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
 }
 
-// Launches a kernel by the call of the runtime library in place of nvcc's <<<>>>, so that any C++
-// compiler reads these files: tools/cuda_on_host runs them without a GPU.
+// Launches a kernel by the call of the runtime library, which returns the error, in place of nvcc's
+// <<<>>>.
 template <typename... Parameters, typename... Arguments>
 cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                     cudaStream_t stream, const Arguments&... arguments) {

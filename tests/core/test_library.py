@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import cuda_on_host
 import fresh_process
 import pytest
 import torch
+from ptx_machine import nvcc
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -70,7 +70,7 @@ def test_every_compiled_kernel_is_that_of_an_op() -> None:
 
 
 def test_every_cuda_kernel_is_that_of_an_op() -> None:
-    names = cuda_on_host.kernel_names()
+    names = nvcc.kernel_names()
     assert "layer_norm" in names
     for name in names:
         assert hasattr(torch.ops.fusedops, name), f"csrc/cuda registers {name}: no op has the name"

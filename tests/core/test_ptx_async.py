@@ -341,6 +341,7 @@ def test_no_byte_beyond_is_read_for_zeros() -> None:
 def test_a_row_of_a_matrix_may_be_addressed_modulo_32_bits() -> None:
     body = """
       st.shared.b32 [%r1], %tid; mov.b32 %r2, 0; sub.s32 %r2, %r2, 64;
+      bar.warp.sync -1;
       ld.shared.b32 %r3, [%r2+64]; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r4}, [%r2+64];
       st.global.b32 [%d4], %r4;
     """

@@ -68,6 +68,13 @@ INTEGERS = torch.arange(-7, 25, dtype=torch.int32) * 7919
 COMPUTED: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
     "fma.rn.f32 %r4, %r3, %r3, 0f3F800000;": (FLOATS, lambda x: x * x + 1),
     "ex2.approx.f32 %r4, %r3;": (FLOATS, torch.exp2),
+    # The product is lost in the sum, except that its sign decides the rounding: 2^24 (sum - 1).
+    "fma.rm.f32 %r4, %r3, 0fB0000000, 0f3F800000; fma.rn.f32 %r4, %r4, 0f4B800000, 0fCB800000;": (
+        FLOATS,
+        lambda x: -(x > 0).float(),
+    ),
+    "cvt.sat.f32.f32 %r4, %r3;": (FLOATS, lambda x: x.clamp(0, 1)),
+    "setp.geu.f32 %p1, %r3, 0f7FC00000; selp.f32 %r4, %r3, 0f00000000, %p1;": (FLOATS, lambda x: x),
     "max.f32 %r4, %r3, 0f7FC00000;": (FLOATS, lambda x: x),
     "max.f32 %r4, 0f3F800000, %r3, 0fC0000000;": (FLOATS, lambda x: x.clamp(min=1)),
     "max.NaN.f32 %r4, %r3, 0f7FC00000;": (FLOATS, lambda x: x * torch.nan),
@@ -87,6 +94,11 @@ COMPUTED: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
         lambda x: torch.cat([x[:3], x[:-3]]),
     ),
     "redux.sync.add.s32 %r4, %r3, -1;": (INTEGERS, lambda x: x.sum().int().expand(32)),
+    # A generic address of shared memory.
+    "mov.b64 %d3, memory; cvta.shared.u64 %d3, %d3; st.b32 [%d3], 7; ld.b32 %r4, [%d3];": (
+        INTEGERS,
+        lambda x: torch.full_like(x, 7),
+    ),
     # Lanes that take other ways meet again.
     "setp.lt.s32 %p1, %r3, 0; @%p1 bra $A; add.s32 %r4, %r3, 1; bra $B; $A: neg.s32 %r4, %r3;$B:": (
         INTEGERS,

@@ -45,7 +45,7 @@ def test_matrices_of_8_rows(count: int, order: str) -> None:
         f"ld.global.b32 %r3, [%d5+{128 * i + 128}]; st.shared.b32 [%r1+{128 * i}], %r3;"
         for i in range(4)
     )
-    body = f"ld.global.b32 %r2, [%d5]; add.s32 %r2, %r2, %r0; {fill}"
+    body = f"ld.global.b32 %r2, [%d5]; add.s32 %r2, %r2, %r0; {fill} bar.warp.sync -1;"
     found = run(
         f"{body} ldmatrix.{what} {{{registers}}}, [%r2]; {store}",
         torch.zeros(count, 32, dtype=torch.int32),
@@ -60,7 +60,7 @@ def test_matrices_of_8_rows(count: int, order: str) -> None:
     fill = "".join(f"st.shared.b32 [%r1+{128 * i}], -1;" for i in range(4))
     stored = run(
         f"ld.global.b32 %r2, [%d5]; add.s32 %r2, %r2, %r0; {load} {fill}"
-        f"stmatrix.{what} [%r2], {{{registers}}}; {back}",
+        f"bar.warp.sync -1; stmatrix.{what} [%r2], {{{registers}}}; bar.warp.sync -1; {back}",
         torch.zeros(4, 32, dtype=torch.int32),
         torch.cat([addresses, fragments.contiguous().view(torch.int32).flatten()]),
     )

@@ -33,7 +33,14 @@ class MachineError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the machine, compiled if its sources have changed."""
+    """Return the machine."""
+    loaded = ctypes.CDLL(str(library_path()))
+    loaded.ptx_parse.restype = ctypes.c_void_p
+    return loaded
+
+
+def library_path() -> Path:
+    """Return the machine's library, compiled if its sources have changed."""
     sources = sorted(FOLDER.glob("*.cpp"))
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in [*sources, *sorted(FOLDER.glob("*.h"))]:
@@ -44,9 +51,7 @@ def library() -> ctypes.CDLL:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(sources, target)
-    loaded = ctypes.CDLL(str(target))
-    loaded.ptx_parse.restype = ctypes.c_void_p
-    return loaded
+    return target
 
 
 def _compile(sources: Sequence[Path], target: Path) -> None:

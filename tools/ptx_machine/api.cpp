@@ -65,6 +65,7 @@ int ptx_run(const void* program, const int* grid, const int* block, int shared,
     std::sort(launch.allocations.begin(), launch.allocations.end(),
               [](const auto& a, const auto& b) { return a.begin < b.begin; });
     launch.seed = seed;
+    launch.watches_warps = false;  // Triton loads a scalar in every warp, and one of them stores it
     ptx::run(launch);
     return 0;
   } catch (const std::exception& error) {

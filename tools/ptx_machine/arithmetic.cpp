@@ -91,8 +91,9 @@ struct Typed<Result (*)(Arguments...)> {
 template <auto F>
 constexpr Entry lanes = Typed<decltype(+F)>::template entry<F>;
 
-float flushed(float x) {
-  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+template <typename T>
+T flushed(T x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(T(0), x) : x;
 }
 constexpr float kNan = std::bit_cast<float>(0x7fffffffu);  // the canonical one
 
@@ -188,6 +189,22 @@ T rounded_to_zero(Float value) {
   if (x >= double(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
   return T(x);
 }
+// A multiply-add that is rounded down.
+float fused_down(float a, float b, float c) {
+  const double product = double(a) * b, sum = product + c, back = sum - product;
+  const double lost = (product - (sum - back)) + (c - back);
+  const float result = float(sum);
+  const bool above = result > sum || (result == sum && lost < 0);
+  return above ? std::nextafter(result, -std::numeric_limits<float>::infinity()) : result;
+}
+// The hardware computes the upper half of the bits.
+double rough_inverse(double x) {
+  return flushed(std::bit_cast<double>(bits(1.0 / flushed(x)) & 0xffffffff00000000));
+}
+// Above 2^126 the approximate reciprocal of the divisor is 0.
+float rough_quotient(float a, float b) {
+  return std::fabs(b) > 0x1p126f && std::isfinite(b) ? 0.0f * a : a / b;
+}
 template <auto F>
 F32x2 pairs(F32x2 a, F32x2 b) {
   return {F(a.low, b.low), F(a.high, b.high)};
@@ -260,6 +277,15 @@ void comparisons(Table& table, const std::string& type) {
   table["setp.num." + type] =
       lanes<[](T a, T b) { return Predicate{Wide(a) == Wide(a) && Wide(b) == Wide(b)}; }>;
 }
+// True for a NaN.
+template <typename T>
+void unordered_comparisons(Table& table, const std::string& type) {
+  table["setp.equ." + type] = lanes<[](T a, T b) { return Predicate{!(a < b || a > b)}; }>;
+  table["setp.ltu." + type] = lanes<[](T a, T b) { return Predicate{!(a >= b)}; }>;
+  table["setp.leu." + type] = lanes<[](T a, T b) { return Predicate{!(a > b)}; }>;
+  table["setp.gtu." + type] = lanes<[](T a, T b) { return Predicate{!(a <= b)}; }>;
+  table["setp.geu." + type] = lanes<[](T a, T b) { return Predicate{!(a < b)}; }>;
+}
 // setp of two halves: %p|%q.
 template <typename T, auto Compare>
 void compare_halves(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -310,6 +336,7 @@ void floats(Table& table) {
   table["fma.rn.ftz.f32"] = lanes<[](float a, float b, float c) {
     return flushed(std::fma(flushed(a), flushed(b), flushed(c)));
   }>;
+  table["fma.rm.f32"] = lanes<fused_down>;
   table["neg.f32"] = lanes<[](float a) { return -a; }>;
   table["abs.f32"] = lanes<[](float a) { return std::fabs(a); }>;
   table["min.f32"] = lanes<[](float a, float b) { return smaller(a, b); }>;
@@ -322,6 +349,8 @@ void floats(Table& table) {
   table["max.NaN.f32"] =
       lanes<[](float a, float b) { return std::isnan(a) || std::isnan(b) ? kNan : larger(a, b); }>;
   table["div.full.f32"] = table["div.rn.f32"] = lanes<[](float a, float b) { return a / b; }>;
+  table["div.approx.f32"] = lanes<rough_quotient>;
+  table["rcp.rn.f32"] = lanes<[](float a) { return 1.0f / a; }>;
   table["ex2.approx.f32"] = lanes<[](float a) { return std::exp2(a); }>;
   table["ex2.approx.ftz.f32"] = lanes<[](float a) { return flushed(std::exp2(flushed(a))); }>;
   table["lg2.approx.f32"] = lanes<[](float a) { return std::log2(a); }>;
@@ -329,10 +358,16 @@ void floats(Table& table) {
   table["sqrt.rn.f32"] = lanes<[](float a) { return std::sqrt(a); }>;
   table["sqrt.approx.ftz.f32"] = lanes<[](float a) { return flushed(std::sqrt(flushed(a))); }>;
   table["rsqrt.approx.ftz.f32"] = lanes<[](float a) { return 1.0f / std::sqrt(flushed(a)); }>;
-  table["add.f64"] = lanes<[](double a, double b) { return a + b; }>;
-  table["sub.f64"] = lanes<[](double a, double b) { return a - b; }>;
-  table["mul.f64"] = lanes<[](double a, double b) { return a * b; }>;
+  table["add.f64"] = table["add.rn.f64"] = lanes<[](double a, double b) { return a + b; }>;
+  table["sub.f64"] = table["sub.rn.f64"] = lanes<[](double a, double b) { return a - b; }>;
+  table["mul.f64"] = table["mul.rn.f64"] = lanes<[](double a, double b) { return a * b; }>;
   table["fma.rn.f64"] = lanes<[](double a, double b, double c) { return std::fma(a, b, c); }>;
+  table["div.rn.f64"] = lanes<[](double a, double b) { return a / b; }>;
+  table["rcp.rn.f64"] = lanes<[](double a) { return 1.0 / a; }>;
+  table["rcp.approx.ftz.f64"] = lanes<rough_inverse>;
+  table["sqrt.rn.f64"] = lanes<[](double a) { return std::sqrt(a); }>;
+  table["neg.f64"] = lanes<[](double a) { return -a; }>;
+  table["abs.f64"] = lanes<[](double a) { return std::fabs(a); }>;
   table["add.f32x2"] = lanes<pairs<plus>>;
   table["sub.f32x2"] = lanes<pairs<minus>>;
   table["mul.f32x2"] = lanes<pairs<times>>;
@@ -352,6 +387,8 @@ void floats(Table& table) {
   half_precision<Bf16, narrow>(table, "bf16");
   half_precision<_Float16, half>(table, "f16");
   comparisons<float, same>(table, "f32");
+  unordered_comparisons<float>(table, "f32");
+  unordered_comparisons<double>(table, "f64");
   comparisons<double, same>(table, "f64");
   comparisons<Bf16, widened>(table, "bf16");
   comparisons<_Float16, same>(table, "f16");
@@ -371,6 +408,10 @@ void conversions(Table& table) {
       lanes<[](float high, float low) { return u32(bits(half(high)) << 16 | bits(half(low))); }>;
   table["cvt.rn.f32.f64"] = lanes<[](double a) { return float(a); }>;
   table["cvt.f64.f32"] = lanes<[](float a) { return double(a); }>;
+  table["cvt.rn.f64.s32"] = lanes<[](s32 a) { return double(a); }>;
+  table["cvt.rn.f64.s64"] = lanes<[](s64 a) { return double(a); }>;
+  // Saturation makes 0 of a NaN.
+  table["cvt.sat.f32.f32"] = lanes<[](float a) { return std::fmin(std::fmax(a, 0.0f), 1.0f); }>;
   table["cvt.rn.f32.s32"] = lanes<[](s32 a) { return float(a); }>;
   table["cvt.rn.f32.u32"] = lanes<[](u32 a) { return float(a); }>;
   table["cvt.rn.f32.u16"] = lanes<[](u16 a) { return float(a); }>;

@@ -262,7 +262,7 @@ void Block::copy_box(Warp& warp, Box box) {
   for (const auto& piece : box.pieces) {
     const uint32_t target = swizzled(piece.target, box.swizzle);
     check_shared(target, 16);
-    if (piece.bytes) check_global(piece.source, piece.bytes, 1, "copies");
+    if (piece.bytes) watch_global(warp, kAll, piece.source, piece.bytes, "copies", nullptr, 1);
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       check_readers(warp, i, "copies to");

@@ -1,4 +1,4 @@
-// Warps, barriers, memory and messages.
+// Warps, barriers, shared memory and messages.
 #include "machine.h"
 
 #include <algorithm>
@@ -7,8 +7,12 @@
 
 namespace ptx {
 
-Block::Block(const Launch& launch, Dim index, std::mt19937_64& random)
-    : launch_(launch), program_(*launch.program), index_(index), random_(random) {
+Block::Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64& random)
+    : launch_(launch),
+      program_(*launch.program),
+      touched_(touched),
+      index_(index),
+      random_(random) {
   const int threads = launch.block.count();
   warps_.resize((threads + kLanes - 1) / kLanes);
   for (size_t i = 0; i < warps_.size(); ++i) {
@@ -25,6 +29,7 @@ Block::Block(const Launch& launch, Dim index, std::mt19937_64& random)
     warp.clock.assign(warps_.size() + kMostBarriers, 0);
     warp.fenced = warp.clock;
     warp.clock[i] = 1;
+    meet(warp);
   }
   num_clocks_ = warps_.size() + kMostBarriers;
   const size_t bytes = program_.static_shared + launch.dynamic_shared;
@@ -176,6 +181,8 @@ void Block::wait_for_block(Warp& warp, uint32_t lanes) {
 void Block::release_barrier() {
   for (const auto& warp : warps_)
     if ((warp.at_barrier | warp.exited) != kAll) return;
+  for (const auto& [warp, fragment] : waiting_)
+    if (fragment.at != waiting_[0].second.at) fail("the block waits at two barriers");
   std::vector<uint32_t> joined(num_clocks_), fenced(num_clocks_);
   for (const auto& warp : warps_) {
     join(joined, warp.clock);
@@ -187,41 +194,11 @@ void Block::release_barrier() {
     warp.clock = joined;
     warp.fenced = fenced;
     ++warp.clock[warp.number];
+    meet(warp);
   }
   ++epoch_;
   for (auto& [warp, fragment] : waiting_) warp->fragments.push_back(fragment);
   waiting_.clear();
-}
-
-void Block::read_global(uint64_t address, void* to, int bytes) {
-  check_global(address, bytes, bytes, "reads");
-  std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
-}
-
-void Block::write_global(uint64_t address, const void* from, int bytes) {
-  check_global(address, bytes, bytes, "writes");
-  std::memcpy(reinterpret_cast<void*>(address), from, bytes);
-}
-
-void Block::check_global(uint64_t address, int bytes, int alignment, const char* verb) const {
-  const auto& all = launch_.allocations;
-  auto after =
-      std::upper_bound(all.begin(), all.end(), address,
-                       [](uint64_t at, const Allocation& each) { return at < each.begin; });
-  const bool aligned = address % alignment == 0;
-  if (aligned && after != all.begin() && address + bytes <= std::prev(after)->end) return;
-  std::ostringstream text;
-  text << verb << " " << bytes << " bytes of global memory at 0x" << std::hex << address
-       << std::dec;
-  if (!aligned) fail(text.str() + ", which is not aligned");
-  if (after != all.begin()) {
-    const auto& before = *std::prev(after);
-    text << ", " << static_cast<int64_t>(address - before.begin) << " bytes behind the begin of '"
-         << before.name << "', which has " << before.end - before.begin;
-  } else if (!all.empty()) {
-    text << ", before every tensor";
-  }
-  fail(text.str());
 }
 
 void Block::check_shared(uint64_t address, int bytes) const {
@@ -252,7 +229,22 @@ std::string Block::writer(const Cell& cell) const {
   return cell.writer < warps_.size() ? "warp " + std::to_string(cell.writer) : "a copy";
 }
 
-void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
+// Lanes of a warp need not run in step: what one writes, another may read or write once they have
+// met. Those that write the same bits do no harm. A read before the write of another lane is no
+// error: Triton's kernels have it where all lanes load one element and one of them stores it.
+void Block::watch_lanes(const Warp& warp, WritingLanes& writing, uint32_t by, bool writes,
+                        bool same) {
+  if (writing.meeting != warp.meeting) writing = {warp.meeting, 0};
+  const uint32_t one = by == kAll ? 0 : by;
+  const bool own = !writes && (writing.lanes & one);
+  const uint32_t others = writing.lanes & ~one;
+  if (others && !own && !same)
+    fail("lane " + std::to_string(std::countr_zero(others)) +
+         " writes the same byte without a barrier between");
+  if (writes) writing.lanes |= by;
+}
+
+void Block::read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells_[address + i];
@@ -262,11 +254,12 @@ void Block::read_shared(Warp& warp, uint64_t address, void* to, int bytes) {
     if (cell.write_clock > warp.clock[cell.writer])
       fail("reads " + where() + ", which " + writer(cell) + " writes without a barrier between");
     note_reader(warp, address + i);
+    watch_lanes(warp, cell.writing_lanes, by, false, false);
   }
   std::memcpy(to, &shared_[address], bytes);
 }
 
-void Block::write_shared(Warp& warp, uint64_t address, const void* from, int bytes) {
+void Block::write_shared(Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes) {
   check_shared(address, bytes);
   for (int i = 0; i < bytes; ++i) {
     auto& cell = cells_[address + i];
@@ -277,6 +270,7 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
     if (cell.written && !same && cell.write_clock > warp.clock[cell.writer])
       fail("writes " + where() + ", which " + writer(cell) + " writes without a barrier between");
     check_readers(warp, address + i, "writes");
+    watch_lanes(warp, cell.writing_lanes, by, true, same && cell.written);
     cell.written = true;
     cell.writer = static_cast<uint8_t>(warp.number);
     cell.write_clock = warp.clock[warp.number];
@@ -287,7 +281,8 @@ void Block::write_shared(Warp& warp, uint64_t address, const void* from, int byt
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes) check_global(copy.source, copy.bytes, copy.filled, "copies");
+  if (copy.bytes)
+    watch_global(warp, kAll, copy.source, copy.bytes, "copies", nullptr, copy.filled);
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");
@@ -335,17 +330,22 @@ void Block::land_some(Warp& warp) {
 }
 
 void run(const Launch& launch) {
-  const int required = launch.program->required_threads;
-  if (required && launch.block.count() != required)
-    throw Error(launch.program->name + ": blocks of " + std::to_string(launch.block.count()) +
-                " threads, not of " + std::to_string(required) + " (.reqntid)");
+  const int threads = launch.block.count();
+  const auto& program = *launch.program;
+  const auto given = program.name + ": blocks of " + std::to_string(threads) + " threads, ";
+  if (program.required_threads && threads != program.required_threads)
+    throw Error(given + "not of " + std::to_string(program.required_threads) + " (.reqntid)");
+  if (threads < 1 || threads > program.most_threads)
+    throw Error(given + "and the kernel allows " + std::to_string(program.most_threads));
   std::mt19937_64 random(launch.seed);
+  Touched touched;
+  touched.cells.resize(launch.allocations.size());
   std::vector<int> order(launch.grid.count());
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (const int i : order) {
     const auto& grid = launch.grid;
-    Block(launch, {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, random).run();
+    Block(launch, touched, {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, random).run();
   }
 }
 

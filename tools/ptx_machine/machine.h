@@ -43,6 +43,7 @@ struct Launch {
   std::vector<uint8_t> parameters;
   std::vector<Allocation> allocations;  // sorted by their begin
   uint64_t seed = 0;
+  bool watches_warps = true;  // of a block: their races in global memory are errors
 };
 
 // A part of a warp whose lanes are at one instruction.
@@ -92,8 +93,14 @@ struct Box {
   bool late = false;  // lands when a warp has asked its barrier in vain
 };
 
+// Lanes of one warp that have written a byte since they met (bar.warp.sync, bar.sync).
+struct WritingLanes {
+  uint32_t meeting = 0, lanes = 0;
+};
+
 struct Warp {
   int number = 0;
+  uint32_t meeting = 0;  // of its lanes: a number that no other one has in the launch
   uint32_t exited = 0;
   std::vector<Fragment> fragments;  // by instruction, the first runs
   std::vector<std::array<uint64_t, kLanes>> registers;
@@ -120,12 +127,29 @@ struct Cell {
   uint8_t writer = 0;
   bool written = false, in_flight = false;
   bool generic = false;  // written by a store or cp.async, not by the asynchronous proxy
+  WritingLanes writing_lanes;
+};
+
+// Of a byte of global memory: by whom it was touched last. Blocks count from 1.
+struct GlobalCell {
+  uint32_t writing_block = 0, write_clock = 0;
+  uint32_t reading_block = 0, read_epoch = 0, readers = 0;
+  uint8_t writer = 0;
+  bool several_read = false;  // blocks
+  WritingLanes writing_lanes;
+};
+
+// What the blocks of a launch share.
+struct Touched {
+  std::vector<std::vector<GlobalCell>> cells;  // of each allocation, once it is touched
+  uint32_t num_meetings = 0;
 };
 
 class Block {
  public:
-  Block(const Launch& launch, Dim index, std::mt19937_64& random);
+  Block(const Launch& launch, Touched& touched, Dim index, std::mt19937_64& random);
   void run();
+  [[noreturn]] void fail(const std::string& what) const;  // what the instruction did, and where
 
   uint64_t value(const Warp& warp, const Operand& operand, int lane) const {
     switch (operand.kind) {
@@ -136,7 +160,7 @@ class Block {
       case Operand::special:
         return special(warp, operand.index, lane);
       default:
-        throw Error("'" + operand.text + "' is no value");
+        fail("'" + operand.text + "' is no value");
     }
   }
   uint64_t address(const Warp& warp, const Operand& operand, int lane) const {
@@ -149,14 +173,11 @@ class Block {
     warp.registers[operand.index][lane] = value;
   }
 
-  // Raises Error with what is wrong, where it is and who executes it.
-  [[noreturn]] void fail(const std::string& what) const;
-
-  // Memory. Each raises Error with who, where and what.
-  void read_global(uint64_t address, void* to, int bytes);
-  void write_global(uint64_t address, const void* from, int bytes);
-  void read_shared(Warp& warp, uint64_t address, void* to, int bytes);
-  void write_shared(Warp& warp, uint64_t address, const void* from, int bytes);
+  // Memory. Each raises Error with who, where and what. `by` are the lanes: one, or all of them.
+  void read_global(const Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
+  void write_global(const Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
+  void read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
+  void write_shared(Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
   const uint8_t* parameters(uint64_t offset, size_t bytes) const {
     if (offset > launch_.parameters.size() || offset + bytes > launch_.parameters.size())
       fail("reads " + std::to_string(bytes) + " bytes of parameters at " + std::to_string(offset));
@@ -172,6 +193,7 @@ class Block {
   void branch(Warp& warp, int target, uint32_t lanes);
   void exit(Warp& warp, uint32_t lanes);
   void wait_for_block(Warp& warp, uint32_t lanes);
+  void meet(Warp& warp) { warp.meeting = ++touched_.num_meetings; }
   void copy_async(Warp& warp, Copy copy);
   void commit_copies(Warp& warp);
   void wait_for_copies(Warp& warp, size_t groups_left);
@@ -207,11 +229,16 @@ class Block {
   void check_shared(uint64_t address, int bytes) const;
   void note_reader(const Warp& warp, uint64_t address);
   void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
-  void check_global(uint64_t address, int bytes, int alignment, const char* verb) const;
+  size_t allocation_of(uint64_t address, int bytes, int alignment, const char* verb) const;
+  void watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes, const char* verb,
+                    const uint8_t* written, int alignment = 0);
+  void watch_lanes(const Warp& warp, WritingLanes& writing, uint32_t by, bool writes, bool same);
 
   const Launch& launch_;
   const Program& program_;
+  Touched& touched_;
   Dim index_;
+  uint32_t number_ = index_.x + launch_.grid.x * (index_.y + launch_.grid.y * index_.z) + 1u;
   std::mt19937_64& random_;
   std::vector<Warp> warps_;
   std::vector<uint8_t> shared_;

@@ -18,7 +18,14 @@ uint64_t extended(const Instruction& instruction, const uint8_t* bytes) {
   return value;
 }
 
-enum class Space { global, shared, parameter };
+enum class Space { global, shared, parameter, generic };
+
+// Of the spaces that a generic address names: shared memory is a window of the addresses.
+constexpr uint64_t kSharedWindow = uint64_t(1) << 62, kWindowSize = uint64_t(1) << 32;
+bool is_shared(Space space, uint64_t address) {
+  return space == Space::shared ||
+         (space == Space::generic && address - kSharedWindow < kWindowSize);
+}
 
 template <Space space>
 void load(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -29,10 +36,13 @@ void load(Block& block, Warp& warp, const Instruction& instruction, uint32_t lan
     if (!(lanes >> lane & 1)) continue;
     uint8_t data[32];
     const auto address = block.address(warp, instruction.operands[1], lane);
-    if constexpr (space == Space::global) block.read_global(address, data, bytes);
-    if constexpr (space == Space::shared) block.read_shared(warp, uint32_t(address), data, bytes);
-    if constexpr (space == Space::parameter)
+    if (space == Space::parameter) {
       std::memcpy(data, block.parameters(address, bytes), bytes);
+    } else if (is_shared(space, address)) {
+      block.read_shared(warp, 1u << lane, uint32_t(address), data, bytes);
+    } else {
+      block.read_global(warp, 1u << lane, address, data, bytes);
+    }
     for (int i = 0; i < count; ++i)
       block.set(warp, targets[i], lane, extended(instruction, data + i * instruction.width));
   }
@@ -51,8 +61,21 @@ void store(Block& block, Warp& warp, const Instruction& instruction, uint32_t la
       std::memcpy(data + i * instruction.width, &value, instruction.width);
     }
     const auto address = block.address(warp, instruction.operands[0], lane);
-    if constexpr (space == Space::global) block.write_global(address, data, bytes);
-    if constexpr (space == Space::shared) block.write_shared(warp, uint32_t(address), data, bytes);
+    if (is_shared(space, address)) {
+      block.write_shared(warp, 1u << lane, uint32_t(address), data, bytes);
+    } else {
+      block.write_global(warp, 1u << lane, address, data, bytes);
+    }
+  }
+}
+
+// cvta.space.u64 makes a generic address of one of a space, cvta.to.space.u64 does the reverse.
+template <uint64_t difference>
+void change_space(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    const uint64_t address = block.value(warp, instruction.operands[1], lane);
+    block.set(warp, instruction.operands[0], lane, address + difference);
   }
 }
 
@@ -119,7 +142,7 @@ void load_matrices(Block& block, Warp& warp, const Instruction& instruction, uin
     uint16_t rows[8][8];
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[1], matrix * 8 + row);
-      block.read_shared(warp, uint32_t(address), rows[row], 16);
+      block.read_shared(warp, kAll, uint32_t(address), rows[row], 16);
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       const int i = lane / 4, j = lane % 4 * 2;
@@ -145,7 +168,7 @@ void store_matrices(Block& block, Warp& warp, const Instruction& instruction, ui
     }
     for (int row = 0; row < 8; ++row) {
       const auto address = block.address(warp, instruction.operands[0], matrix * 8 + row);
-      block.write_shared(warp, uint32_t(address), rows[row], 16);
+      block.write_shared(warp, kAll, uint32_t(address), rows[row], 16);
     }
   }
 }
@@ -157,15 +180,20 @@ void add_memory(Table& table) {
                            "u64", "s64", "f64"}) {
     for (const char* vector : {"", "v2.", "v4."}) {
       const std::string what = std::string(vector) + type;
-      table["ld.global." + what] = load<Space::global>;
+      table["ld.global." + what] = table["ld.global.nc." + what] = load<Space::global>;
+      table["ld." + what] = load<Space::generic>;
+      table["st." + what] = store<Space::generic>;
+      table["ld.param." + what] = load<Space::parameter>;
       table["st.global." + what] = store<Space::global>;
       table["ld.shared." + what] = load<Space::shared>;
       table["st.shared." + what] = table["st.shared::cta." + what] = store<Space::shared>;
     }
-    table[std::string("ld.param.") + type] = load<Space::parameter>;
     table[std::string("mov.") + type] = move;
   }
   table["mov.pred"] = move;
+  table["cvta.global.u64"] = table["cvta.to.global.u64"] = change_space<0>;
+  table["cvta.shared.u64"] = change_space<kSharedWindow>;
+  table["cvta.to.shared.u64"] = change_space<-kSharedWindow>;
   table["cp.async.ca.shared.global"] = table["cp.async.cg.shared.global"] = copy;
   table["cp.async.commit_group"] = commit;
   table["cp.async.wait_group"] = wait;

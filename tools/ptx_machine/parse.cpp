@@ -13,11 +13,22 @@ struct Token {
   int line;
 };
 
-std::vector<Token> tokens_of(const std::string& text) {
+// The tokens of a module, without its debug information and the kernels of other names.
+std::vector<Token> tokens_of(const std::string& text, const std::string& kernel) {
   std::vector<Token> tokens;
   int line = 1;
   size_t i = 0;
   const auto is_word = [](char c) { return std::isalnum(c) || std::strchr("_$.%:", c); };
+  const auto skip_braces = [&] {
+    int depth = 0;
+    do {
+      i = text.find_first_of("{}\n", i);
+      if (i == std::string::npos) throw Error("PTX line " + std::to_string(line) + ": no '}'");
+      line += text[i] == '\n';
+      depth += text[i] == '{' ? 1 : text[i] == '}' ? -1 : 0;
+      ++i;
+    } while (depth || text[i - 1] == '\n');
+  };
   while (i < text.size()) {
     const char c = text[i];
     if (c == '\n') {
@@ -51,6 +62,12 @@ std::vector<Token> tokens_of(const std::string& text) {
       }
       tokens.push_back({text.substr(i, end - i), line});
       i = end;
+      const bool names_kernel = tokens.size() > 1 && tokens[tokens.size() - 2].text == ".entry";
+      if (tokens.back().text == ".section" ||
+          (names_kernel && !kernel.empty() && tokens.back().text != kernel)) {
+        tokens.resize(tokens.size() - (names_kernel ? 2 : 1));
+        skip_braces();
+      }
     } else {
       tokens.push_back({std::string(1, c), line});
       ++i;
@@ -83,9 +100,15 @@ int bytes_of(const std::string& type) {  // ".b32", ".pred"
   return std::stoi(type.substr(2)) / 8;
 }
 
+struct SharedVariable {
+  int align = 1;
+  int bytes = 0;   // 0: dynamic
+  int place = -1;  // not known yet
+};
+
 class Parser {
  public:
-  explicit Parser(const std::string& text) : tokens_(tokens_of(text)) {}
+  Parser(const std::string& text, const std::string& kernel) : tokens_(tokens_of(text, kernel)) {}
 
   Program run() {
     while (at_ < tokens_.size()) {
@@ -99,10 +122,6 @@ class Parser {
         next();
         const int index = std::stoi(next());
         program_.files[index] = next();
-      } else if (word == ".section") {
-        while (next() != "{") {
-        }
-        skip_braces();
       } else if (word == ".global" || word == ".const") {
         while (next() != ";") {
         }
@@ -133,16 +152,10 @@ class Parser {
   [[noreturn]] void fail(const std::string& what) const {
     throw Error("PTX line " + std::to_string(line()) + ": " + what);
   }
-  void skip_braces() {
-    for (int depth = 1; depth > 0;) {
-      const auto word = next();
-      depth += word == "{" ? 1 : word == "}" ? -1 : 0;
-    }
-  }
-
   // [.extern] .shared .align 16 .b8 name[bytes];
   void shared_variable() {
     int align = 1, bytes = 1, element = 1;
+    const bool dynamic = peek() == ".extern";
     std::string name;
     while (peek() != ";") {
       const auto word = next();
@@ -151,17 +164,33 @@ class Parser {
       } else if (word.size() > 2 && word[0] == '.' && std::isdigit(word[2])) {
         element = bytes_of(word);
       } else if (word == "[") {
-        bytes = peek() == "]" ? 0 : std::stoi(next());
+        if (peek() != "]") bytes = std::stoi(next());
         expect("]");
       } else if (word[0] != '.') {
         name = word;
       }
     }
     next();
-    auto& place = program_.static_shared;
-    place = (place + align - 1) / align * align;
-    shared_[name] = place;
-    place += bytes * element;
+    if (shared_placed_) fail("shared memory is declared behind its first use");
+    shared_[name] = {align, dynamic ? 0 : bytes * element};
+  }
+
+  // Gives a place to what the kernel names from here on (a module has the variables of all its
+  // kernels): dynamic shared memory is behind the others.
+  void place_shared() {
+    shared_placed_ = true;
+    for (const bool dynamic : {false, true}) {
+      for (size_t i = at_ - 1; i < tokens_.size(); ++i) {
+        const auto found = shared_.find(tokens_[i].text);
+        if (found == shared_.end() || (found->second.bytes == 0) != dynamic) continue;
+        auto& [align, bytes, place] = found->second;
+        auto& end = program_.static_shared;
+        if (place >= 0) continue;
+        end = (end + align - 1) / align * align;
+        place = end;
+        end += bytes;
+      }
+    }
   }
 
   void entry() {
@@ -169,13 +198,14 @@ class Parser {
     program_.name = next();
     if (peek() == "(") parameters();
     while (peek() != "{") {
-      if (next() == ".reqntid") {
-        program_.required_threads = std::stoi(next());
-        while (peek() == ",") {
-          next();
-          program_.required_threads *= std::stoi(next());
-        }
+      const auto word = next();
+      if (word != ".reqntid" && word != ".maxntid") continue;
+      int threads = std::stoi(next());
+      while (peek() == ",") {
+        next();
+        threads *= std::stoi(next());
       }
+      (word == ".reqntid" ? program_.required_threads : program_.most_threads) = threads;
     }
     next();
     scopes_.emplace_back();
@@ -341,8 +371,9 @@ class Parser {
       result.kind = Operand::constant;  // its place; cvta.param makes an address of it
       result.value = static_cast<uint64_t>(parameters_[word]);
     } else if (shared_.count(word)) {
+      if (!shared_placed_) place_shared();
       result.kind = Operand::constant;
-      result.value = static_cast<uint64_t>(shared_[word]);
+      result.value = static_cast<uint64_t>(shared_[word].place);
     } else if (word[0] == '%') {
       result.kind = Operand::special;
       result.index = special(word);
@@ -426,15 +457,17 @@ class Parser {
   size_t at_ = 0;
   Program program_;
   std::vector<std::unordered_map<std::string, int>> scopes_;
-  std::unordered_map<std::string, int> shared_, parameters_, labels_;
+  std::unordered_map<std::string, SharedVariable> shared_;
+  bool shared_placed_ = false;
+  std::unordered_map<std::string, int> parameters_, labels_;
   size_t num_registers_ = 0, num_scopes_ = 0;
   int file_ = 0, source_line_ = 0;
 };
 
 }  // namespace
 
-Program parse(const std::string& text) {
-  return Parser(text).run();
+Program parse(const std::string& text, const std::string& kernel) {
+  return Parser(text, kernel).run();
 }
 
 }  // namespace ptx

@@ -56,7 +56,7 @@ struct Instruction {
   int guard = -1;              // predicate register, or -1
   bool guard_negated = false;
   int line = 0;         // of the PTX
-  int source_line = 0;  // of Python, by the last .loc
+  int source_line = 0;  // of Python or C++, by the last .loc
   int source_file = 0;
   int width = 0;  // bytes of an element (memory), by the handler's family
   int count = 1;  // elements (memory)
@@ -75,14 +75,15 @@ struct Program {
   std::vector<Parameter> parameters;
   int parameter_bytes = 0;
   int num_registers = 0;
-  int static_shared = 0;     // bytes before dynamic shared memory
+  int static_shared = 0;    // bytes before dynamic shared memory
+  int most_threads = 1024;   // .maxntid
   int required_threads = 0;  // .reqntid, or 0
   std::vector<Instruction> code;
   std::unordered_map<int, std::string> files;
 };
 
-// Parses the kernel of a module that has one; raises Error with a line of the PTX.
-Program parse(const std::string& text);
+// Parses one kernel of a module, or the only one; raises Error with a line of the PTX.
+Program parse(const std::string& text, const std::string& kernel = "");
 
 // Sets handler and element sizes; raises Error for an instruction that the machine does not know.
 void decode(Instruction& instruction);

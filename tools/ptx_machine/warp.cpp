@@ -21,8 +21,9 @@ void barrier(Block& block, Warp& warp, const Instruction& instruction, uint32_t 
   block.wait_for_block(warp, lanes);
 }
 
-// The lanes of a warp that has diverged run one after the other: they need no fence of memory.
-void nothing(Block&, Warp&, const Instruction&, uint32_t) {}
+void meet(Block& block, Warp& warp, const Instruction&, uint32_t) {
+  block.meet(warp);
+}
 
 // shfl.sync.mode.b32 d|p, a, b, c, mask;
 template <typename Source>
@@ -167,7 +168,7 @@ void add_warp(Table& table) {
   table["bra"] = table["bra.uni"] = branch;
   table["ret"] = table["exit"] = leave;
   table["bar.sync"] = table["barrier.sync"] = barrier;
-  table["bar.warp.sync"] = nothing;
+  table["bar.warp.sync"] = meet;
   table["shfl.sync.bfly.b32"] = shuffle_xor;
   table["shfl.sync.idx.b32"] = shuffle_index;
   table["shfl.sync.up.b32"] = shuffle_up;

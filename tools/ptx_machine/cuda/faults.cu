@@ -1,7 +1,8 @@
 // Kernels that each do one thing wrong, for the test of the watch; one is right. No part of the
 // library.
-#include "../../csrc/cuda/device.cuh"
-#include "../../csrc/cuda/launch.cuh"
+#include "../../../csrc/cuda/device.cuh"
+#include "../../../csrc/cuda/launch.cuh"
+#include "runtime.h"
 
 namespace fusedops::cuda {
 namespace {
@@ -68,7 +69,7 @@ __global__ void write_dynamic(float* x) {
 }
 
 __global__ void all_to_one(float* x) {
-  if (threadIdx.x == 0) x[0] = 1.0f;
+  if (threadIdx.x == 0) x[0] = static_cast<float>(blockIdx.x);
 }
 
 __global__ void index_past_array(float* x, int index) {
@@ -78,10 +79,26 @@ __global__ void index_past_array(float* x, int index) {
   x[threadIdx.x] = held[0][index];
 }
 
+template <bool kMeets>
+__global__ void lanes_of_a_warp(float* x) {
+  __shared__ float held[kWarp];
+  held[threadIdx.x] = x[threadIdx.x];
+  if (kMeets) __syncwarp();
+  x[threadIdx.x] = held[kWarp - 1 - threadIdx.x];
+}
+
+__global__ void all_lanes_to_one(float* x) {
+  x[kWarp] = static_cast<float>(threadIdx.x);
+}
+
 cudaError_t run(int fault, float* x, int count) {
   constexpr unsigned kAll = 0xffffffffu;
   switch (fault) {
     case 0:
+      for (int i = 0; i < 2; ++i) {
+        const auto error = enqueue(lanes_of_a_warp<true>, 1, kWarp, 0, nullptr, x);
+        if (error != cudaSuccess) return error;
+      }
       return enqueue(turn_round<true, true>, count / kThreads, kThreads, 0, nullptr, x);
     case 1:
       return enqueue(turn_round<false, true>, 1, kThreads, 0, nullptr, x);
@@ -106,11 +123,15 @@ cudaError_t run(int fault, float* x, int count) {
     case 11:
       return enqueue(all_to_one, 2, kThreads, 0, nullptr, x);
     case 12:
-      return enqueue(index_past_array, 1, kThreads, 0, nullptr, x, kWarp);
+      return enqueue(index_past_array, 1, kThreads, 0, nullptr, x, kThreads);
     case 13:
       return enqueue(all_to_one, 1, 1025, 0, nullptr, x);
     case 14:
       return enqueue(all_to_one, dim3(1, 65536), 1, 0, nullptr, x);
+    case 15:
+      return enqueue(lanes_of_a_warp<false>, 1, kWarp, 0, nullptr, x);
+    case 16:
+      return enqueue(all_lanes_to_one, 1, kWarp, 0, nullptr, x);
     default:
       return cudaErrorInvalidValue;
   }
@@ -120,8 +141,8 @@ cudaError_t run(int fault, float* x, int count) {
 }  // namespace fusedops::cuda
 
 // Runs fault number `fault` (0: none) on `count` numbers; what was found, or an empty text.
-extern "C" [[gnu::visibility("default")]] const char* cuda_on_host_fault(int fault, float* x,
-                                                                         int count) {
+extern "C" [[gnu::visibility("default")]] const char* ptx_cuda_fault(int fault, float* x,
+                                                                     int count) {
   const cudaError_t error = fusedops::cuda::run(fault, x, count);
-  return error == cudaSuccess ? "" : cuda_on_host::finding().c_str();
+  return error == cudaSuccess ? "" : ptx::finding().c_str();
 }

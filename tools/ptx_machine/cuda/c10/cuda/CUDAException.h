@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <driver_types.h>
 
-#include "../../machine.h"
+#include "../../runtime.h"
 
-#define C10_CUDA_CHECK(error) \
-  TORCH_CHECK((error) == cudaSuccess, "CUDA kernel on the host: ", cuda_on_host::finding())
+#define C10_CUDA_CHECK(error) TORCH_CHECK((error) == cudaSuccess, "CUDA kernel: ", ptx::finding())

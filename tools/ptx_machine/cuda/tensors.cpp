@@ -5,13 +5,17 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
-#include "machine.h"
+#include "runtime.h"
 
 namespace {
 
 constexpr size_t kAlignment = 64;  // torch's own
 constexpr size_t kPadding = 256;   // before and after
+
+std::map<uint64_t, uint64_t> bytes_at;  // of the tensors that exist, by address
+std::mutex lock;                        // they may be freed by any thread
 
 struct Watched final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
@@ -20,12 +24,16 @@ struct Watched final : c10::Allocator {
     auto* padded = static_cast<char*>(std::aligned_alloc(kAlignment, all));
     std::memset(padded, 0xff, all);
     char* begin = padded + kPadding;
-    cuda_on_host::add_memory(begin, size);
+    const std::lock_guard guard(lock);
+    bytes_at[reinterpret_cast<uint64_t>(begin)] = size;
     return {begin, begin, &release, c10::kCPU};
   }
   static void release(void* begin) {
     if (begin == nullptr) return;
-    cuda_on_host::remove_memory(begin);
+    {
+      const std::lock_guard guard(lock);
+      bytes_at.erase(reinterpret_cast<uint64_t>(begin));
+    }
     std::free(static_cast<char*>(begin) - kPadding);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -39,9 +47,16 @@ c10::Allocator* usual = nullptr;
 
 }  // namespace
 
+std::vector<ptx::Allocation> ptx::tensors() {
+  const std::lock_guard guard(lock);
+  std::vector<Allocation> result;
+  for (const auto& [begin, bytes] : bytes_at) result.push_back({begin, begin + bytes, "a tensor"});
+  return result;
+}
+
 // New tensors are watched, or are what they were before. The priority is that of the allocator of
 // arenas, which a test in this process may have installed.
-extern "C" [[gnu::visibility("default")]] void cuda_on_host_watch(bool on) {
+extern "C" [[gnu::visibility("default")]] void ptx_cuda_watch(bool on) {
   if (on && c10::GetCPUAllocator() != &watched) usual = c10::GetCPUAllocator();
   if (usual != nullptr) c10::SetCPUAllocator(on ? &watched : usual, /*priority=*/1);
 }

@@ -1,6 +1,6 @@
-"""The CUDA C++ kernels run on the host under watch (tools/cuda_on_host.py): no GPU is needed.
+"""The CUDA C++ kernels as nvcc compiles them, executed on a CPU (tools/ptx_machine/nvcc.py).
 
-Every call runs with its threads and blocks in three orders. What a launch must not do stops it with
+Every call runs with its blocks and warps in several orders. What a launch must not do stops it with
 an error: see ``FAULTS``. What may differ by is the error budget of every op.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cuda_on_host
 import native
 import pytest
 import torch
 from comparing import assert_same_bits, assert_within_budget
+from ptx_machine import nvcc
 
 import fusedops
 from fusedops._core import backends, extension
@@ -32,38 +32,40 @@ from fusedops.specs.comparison import (
 )
 from fusedops.specs.make import randn
 
-OPS = [name for name in cuda_on_host.kernel_names() if not name.endswith("_backward")]
-# The compilation of all kernels takes half a minute.
+OPS = [name for name in nvcc.kernel_names() if not name.endswith("_backward")]
+# The compilation of all kernels takes a minute of a processor.
 pytestmark = pytest.mark.ci(every=7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FORWARD, BACKWARD, DRAWN = 0, 1, 2  # orders of threads and blocks
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     try:
-        path = cuda_on_host.build()
+        path = nvcc.build()
     except native.CannotBuildError as problem:
         pytest.skip(str(problem))
     torch.ops.load_library(str(path))
+    for name in nvcc.kernel_names():  # no kernel of the library stays without a schema
+        extension.private_operator("fusedops_ptx_machine", name)
     loaded = ctypes.CDLL(str(path))
-    loaded.cuda_on_host_fault.restype = ctypes.c_char_p
-    loaded.cuda_on_host_fault.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    loaded.ptx_cuda_fault.restype = ctypes.c_char_p
+    loaded.ptx_cuda_fault.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     return loaded
 
 
 @dataclass
-class Host:
-    """Runs ops on the host's CUDA kernels."""
+class Machine:
+    """Runs ops by the CUDA kernels on the machine."""
 
     library: ctypes.CDLL
 
-    def run(
-        self, spec: Spec, sample: Sample, order: int = FORWARD, processors: int = 2
-    ) -> ComparisonResult:
+    def configure(self, seed: int = 0, processors: int = 2, capability: int = 90) -> None:
+        """Set the order of blocks and warps, and the GPU."""
+        self.library.ptx_cuda_configure(capability, processors, ctypes.c_uint64(seed))
+
+    def run(self, spec: Spec, sample: Sample) -> ComparisonResult:
         """Run the op and its gradients, on tensors made under watch; it must not change them."""
-        self.library.cuda_on_host_configure(order, processors)
         before = [tensor.detach().clone() for tensor in sample.tensors]
         with fusedops.use_backend("cuda"):
             result = run(spec.op, sample)
@@ -72,22 +74,31 @@ class Host:
 
 
 @pytest.fixture
-def host(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """The backend "cuda" runs on the host, and new tensors are watched."""
+def machine(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """The backend "cuda" runs on the machine, and new tensors are watched."""
     usual = backends._implementation
 
     def implementation(kernels: backends.Kernels, backend: str, backward: bool) -> Any:
         if backend != "cuda":
             return usual(kernels, backend, backward)
         name = kernels.name + "_backward" * backward
-        return extension.private_operator("fusedops_cuda_on_host", name)
+        return extension.private_operator("fusedops_ptx_machine", name)
 
     monkeypatch.setattr(backends, "_unsupported", lambda *_: None)
     monkeypatch.setattr(backends, "_implementation", implementation)
-    library.cuda_on_host_watch(True)
-    yield Host(library)
-    library.cuda_on_host_watch(False)
-    library.cuda_on_host_configure(FORWARD, 2)
+    library.ptx_cuda_watch(True)
+    machine = Machine(library)
+    machine.configure()
+    yield machine
+    library.ptx_cuda_watch(False)
+
+
+@pytest.mark.parametrize("capability", nvcc.CAPABILITIES)
+def test_the_machine_knows_every_instruction(machine: Machine, capability: int) -> None:
+    machine.configure(capability=capability)
+    message = ctypes.create_string_buffer(4096)
+    count = machine.library.ptx_cuda_parse_all(message, len(message))
+    assert count > 200, message.value.decode()
 
 
 @functools.cache
@@ -96,26 +107,31 @@ def samples(op: str, dtype: torch.dtype) -> dict[str, Sample]:
 
 
 def assert_matches_float64(
-    host: Host, spec: Spec, sample: Sample, *orders: int, processors: int = 2
+    machine: Machine, spec: Spec, sample: Sample, orders: int = 1, **gpu: int
 ) -> None:
     """Check values and gradients; every further order gives the same bits."""
-    actual = host.run(spec, sample, processors=processors)
+    machine.configure(**gpu)
+    actual = machine.run(spec, sample)
     assert_within_budget(actual, spec, sample)
-    for order in orders:
-        again = host.run(spec, sample, order, processors)
-        assert_same_bits(again, actual)
+    for seed in range(1, orders):
+        machine.configure(seed, **gpu)
+        assert_same_bits(machine.run(spec, sample), actual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op in OPS for name in samples(op, torch.float32)]
 )
-def test_samples_match_float64(host: Host, op: str, name: str, dtype: torch.dtype) -> None:
+def test_samples_match_float64(machine: Machine, op: str, name: str, dtype: torch.dtype) -> None:
     sample = fresh(samples(op, dtype)[name])
     large = sample.args[0].numel() > 10_000  # seconds an order
-    assert_matches_float64(
-        host, all_specs()[op], sample, *((BACKWARD,) if large else (BACKWARD, DRAWN))
-    )
+    assert_matches_float64(machine, all_specs()[op], sample, 2 if large else 3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_for_sm_80_match_float64(machine: Machine, op: str) -> None:
+    sample = fresh(next(iter(samples(op, torch.bfloat16).values())))
+    assert_matches_float64(machine, all_specs()[op], sample, capability=80)
 
 
 def norm_call(op: str, rows: int, columns: int, dtype: torch.dtype) -> Sample:
@@ -155,18 +171,18 @@ def norm_marks(op: str, size: tuple[int, int], dtype: torch.dtype) -> list[Any]:
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_norms_of_every_kernel(
-    host: Host, op: str, size: tuple[int, int], dtype: torch.dtype
+    machine: Machine, op: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    assert_matches_float64(host, all_specs()[op], norm_call(op, *size, dtype), processors=1)
+    assert_matches_float64(machine, all_specs()[op], norm_call(op, *size, dtype), processors=1)
 
 
 @pytest.mark.parametrize("processors", [1, 132])
 @pytest.mark.parametrize("op", ["layer_norm", "bias_gelu"])
-def test_sums_over_rows_on_small_and_large_gpus(host: Host, op: str, processors: int) -> None:
+def test_sums_over_rows_on_small_and_large_gpus(machine: Machine, op: str, processors: int) -> None:
     sample = norm_call("layer_norm", 700, 64, torch.float32)
     if op == "bias_gelu":
         sample = Sample("rows", (sample.args[0], sample.args[3]))
-    assert_matches_float64(host, all_specs()[op], sample, BACKWARD, DRAWN, processors=processors)
+    assert_matches_float64(machine, all_specs()[op], sample, 3, processors=processors)
 
 
 def vector_call(op: str, dtype: torch.dtype) -> Sample:
@@ -187,7 +203,7 @@ def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("op", OPS)
-def test_addresses_that_do_not_fit_packs(host: Host, op: str, dtype: torch.dtype) -> None:
+def test_addresses_that_do_not_fit_packs(machine: Machine, op: str, dtype: torch.dtype) -> None:
     spec, sample = all_specs()[op], vector_call(op, dtype)
     for position in range(len(sample.tensors) + 1):  # the last: the incoming gradients
         moved = [off_by_one(t) if i == position else t for i, t in enumerate(sample.tensors)]
@@ -205,14 +221,14 @@ def test_addresses_that_do_not_fit_packs(host: Host, op: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_one_gradient_alone_has_the_same_bits(host: Host, op: str) -> None:
+def test_one_gradient_alone_has_the_same_bits(machine: Machine, op: str) -> None:
     spec = all_specs()[op]
     first = next(iter(samples(op, torch.bfloat16).values()))
     for sample in (vector_call(op, torch.float32), fresh(first)):
-        whole = host.run(spec, sample)
+        whole = machine.run(spec, sample)
         for index, leaf in enumerate(sample.leaves):
             alone = sample.map(lambda t, leaf=leaf: t if t is leaf else t.detach())
-            (grad,) = host.run(spec, alone).grads
+            (grad,) = machine.run(spec, alone).grads
             assert_same_bits([grad], [whole.grads[index]])
 
 
@@ -221,7 +237,7 @@ def test_one_gradient_alone_has_the_same_bits(host: Host, op: str) -> None:
 @pytest.mark.parametrize("output", [0, 1], ids=["normed", "summed"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4, 1.0])
 def test_one_output_alone_has_a_gradient(
-    host: Host, op: str, output: int, dropout_p: float, dtype: torch.dtype
+    machine: Machine, op: str, output: int, dropout_p: float, dtype: torch.dtype
 ) -> None:
     whole = all_specs()[op]
 
@@ -232,12 +248,12 @@ def test_one_output_alone_has_a_gradient(
     for columns in (64, 33):
         x, r, shape, *_ = norm_call(op, 7, columns, dtype).args
         sample = Sample("one", (x, r, shape), {"dropout_p": dropout_p}, random=dropout_p > 0)
-        assert_matches_float64(host, spec, sample, DRAWN)
+        assert_matches_float64(machine, spec, sample, 2)
 
 
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("columns", [3, 33, 64, 2048])
-def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int, placed: bool) -> None:
+def test_dropout_drops_what_the_cpu_drops(machine: Machine, columns: int, placed: bool) -> None:
     x, r, shape, *parameters = norm_call("add_layer_norm", 8, columns, torch.float32).args
     given: dict[str, Any] = {"dropout_p": 0.3}
     if placed:  # two runs of two pieces of two rows
@@ -247,61 +263,64 @@ def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int, placed: bool
     summed = replace(whole, op=lambda *args, **kwargs: whole.op(*args, **kwargs)[1])
     for spec, more in ((whole, parameters), (summed, [])):
         sample = Sample("dropout", (x, r, shape, *more), given, random=True)
-        on_host = host.run(spec, sample)
+        actual = machine.run(spec, sample)
         with fusedops.use_backend("cpp"):
             want = run(spec.op, sample)
-        assert_same_bits([on_host.outputs[-1]], [want.outputs[-1]])
-        grad_x = [result.grads[0] == 0 for result in (on_host, want)]
+        assert_same_bits([actual.outputs[-1]], [want.outputs[-1]])
+        grad_x = [result.grads[0] == 0 for result in (actual, want)]
         assert torch.equal(*grad_x) and grad_x[0].any() and not grad_x[0].all()
 
 
-def test_more_rows_than_a_grid_is_high(host: Host) -> None:
+def test_more_rows_than_a_grid_is_high(machine: Machine) -> None:
     new = functools.partial(randn, device=CPU, dtype=torch.bfloat16)
     sample = Sample("high", (new(65535 * 16 + 5, 1), new(1, key="b")))
-    assert_matches_float64(host, all_specs()["bias_gelu"], sample)
+    assert_matches_float64(machine, all_specs()["bias_gelu"], sample)
 
 
 FAULTS = {
-    1: "faults.cu:19 of shared memory that nothing has written",
-    2: "faults.cu:19 races with a write of thread",
-    3: "hangs; 32 threads at the barrier",
-    4: "1 threads at the barrier",
-    5: "shuffle of faults.cu:43",
-    6: "the mask leaves out the lane that calls",
-    7: "512 bytes from the beginning of a tensor of 512",
-    8: "misaligned access at device.cuh",
-    9: "of shared memory that nothing has written",
-    10: "252 bytes from the beginning of dynamic shared memory of 252",
-    11: "races with a write of another block",
-    12: "index outside of an array",
-    13: "a block of (1025, 1, 1) threads",
+    1: "which nobody has written",
+    2: "without a barrier between",
+    3: "the block waits at two barriers",
+    4: "a part of the lanes of a warp arrives",
+    5: "names lanes that do not execute it",
+    6: "which the mask does not name",
+    7: "512 bytes behind the begin of 'a tensor', which has 512",
+    8: "which is not aligned",
+    9: "which nobody has written",
+    10: "4 bytes of shared memory at 252 of 252",
+    11: "which another block writes too",
+    12: "4 bytes of shared memory at 256 of 256",
+    13: "blocks of 1025 threads",
     14: "a grid of (1, 65536, 1) blocks",
+    15: "writes the same byte without a barrier between",
+    16: "writes the same byte without a barrier between",
 }
 
 
-@pytest.mark.parametrize("order", [FORWARD, BACKWARD, DRAWN])
-def test_each_fault_is_found(host: Host, order: int) -> None:
-    host.library.cuda_on_host_configure(order, 2)
-    for fault in (0, *FAULTS, 0):
-        numbers = torch.arange(128.0)
-        said = host.library.cuda_on_host_fault(fault, numbers.data_ptr(), 128).decode()
-        if fault == 0:
-            assert said == "" and torch.equal(numbers, torch.arange(128.0))
-        else:
-            assert FAULTS[fault] in said
+@pytest.mark.ci(every=1)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fault", [0, *FAULTS])
+def test_each_fault_is_found(machine: Machine, fault: int, seed: int) -> None:
+    machine.configure(seed)
+    numbers = torch.arange(128.0)
+    said = machine.library.ptx_cuda_fault(fault, numbers.data_ptr(), 128).decode()
+    if fault == 0:
+        assert said == "" and torch.equal(numbers, torch.arange(128.0))
+    else:
+        assert FAULTS[fault] in said
 
 
-def test_a_fault_is_an_error_of_the_op(host: Host) -> None:
-    host.library.cuda_on_host_watch(False)
+def test_a_fault_is_an_error_of_the_op(machine: Machine) -> None:
+    machine.library.ptx_cuda_watch(False)
     elsewhere = torch.ones(8)
-    with fusedops.use_backend("cuda"), pytest.raises(RuntimeError, match="a tensor|every tensor"):
+    with fusedops.use_backend("cuda"), pytest.raises(RuntimeError, match="of global memory at"):
         fusedops.bias_gelu(elsewhere, torch.ones(8))
 
 
-def test_gradients_of_no_rows_have_the_dtype_of_the_rows(host: Host) -> None:
+def test_gradients_of_no_rows_have_the_dtype_of_the_rows(machine: Machine) -> None:
     """The kernels read such rows in float32, because the incoming gradient has more digits."""
     rows = torch.ones(0, 8, dtype=torch.bfloat16)
     numbers = (None, (8,), 1e-6, 0.0, "hf", 0.0, torch.bfloat16, [True] * 3)
-    backward = extension.private_operator("fusedops_cuda_on_host", "add_rms_norm_backward")
+    backward = extension.private_operator("fusedops_ptx_machine", "add_rms_norm_backward")
     grads = backward(rows.float(), None, rows, torch.ones(8), torch.ones(0), *numbers)
     assert grads[1].dtype == torch.bfloat16 and grads[2].dtype == torch.float32
