@@ -341,8 +341,7 @@ void floats(Table& table) {
   table["abs.f32"] = lanes<[](float a) { return std::fabs(a); }>;
   table["min.f32"] = lanes<[](float a, float b) { return smaller(a, b); }>;
   table["max.f32"] = lanes<[](float a, float b) { return larger(a, b); }>;
-  table["min.f32/4"] =
-      lanes<[](float a, float b, float c) { return smaller(smaller(a, b), c); }>;
+  table["min.f32/4"] = lanes<[](float a, float b, float c) { return smaller(smaller(a, b), c); }>;
   table["max.f32/4"] = lanes<[](float a, float b, float c) { return larger(larger(a, b), c); }>;
   table["min.NaN.f32"] =
       lanes<[](float a, float b) { return std::isnan(a) || std::isnan(b) ? kNan : smaller(a, b); }>;

@@ -281,8 +281,7 @@ void Block::write_shared(Warp& warp, uint32_t by, uint64_t address, const void* 
 
 void Block::copy_async(Warp& warp, Copy copy) {
   check_shared(copy.target, copy.filled);
-  if (copy.bytes)
-    watch_global(warp, kAll, copy.source, copy.bytes, "copies", nullptr, copy.filled);
+  if (copy.bytes) watch_global(warp, kAll, copy.source, copy.bytes, "copies", nullptr, copy.filled);
   for (int i = 0; i < copy.filled; ++i) {
     auto& cell = cells_[copy.target + i];
     check_readers(warp, copy.target + i, "copies to");

@@ -75,7 +75,7 @@ struct Program {
   std::vector<Parameter> parameters;
   int parameter_bytes = 0;
   int num_registers = 0;
-  int static_shared = 0;    // bytes before dynamic shared memory
+  int static_shared = 0;     // bytes before dynamic shared memory
   int most_threads = 1024;   // .maxntid
   int required_threads = 0;  // .reqntid, or 0
   std::vector<Instruction> code;
