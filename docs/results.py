@@ -47,7 +47,8 @@ def table(specs: Iterable[Spec]) -> str:
     lines = [
         f"{first['device_name']} ({folder.name}), {first['threads']} threads, torch "
         f"{first['torch']}, {first['allocator']} allocator on all sides; median of interleaved "
-        "rounds, speed relative to eager (torch.compile in brackets where it was measured). "
+        "rounds, speed relative to eager (in brackets that of torch.compile; blank: not "
+        "measured, or disturbed by other programs). "
         "All sizes and machines: [bench/results](../bench/results)"
         + (f" (also {others})." if others else "."),
         "",

@@ -30,6 +30,8 @@ CAPABILITIES = (80, 90, 120)
 SMALLER = (86, 89)
 SPECS = [spec for spec in all_specs().values() if backends._KERNELS[spec.name].triton is not None]
 # Products by wgmma: of tensor maps, and of cp.async.
+# Triton moves the fence between cp.async and wgmma out of the loop: docs/dev/gpu_kernels.md.
+WITHOUT_A_FENCE = {("attention", "D256 of 1, window, bias, soft-cap, alibi, sinks")}
 HOT_IN_CI = ("272x272x528 along", "272x272x528 apart")
 
 
@@ -73,16 +75,19 @@ def assert_executed(spec: Spec, name: str, dtype: torch.dtype, capability: int) 
     assert_within_budget(result, spec, fresh(found[0]))
 
 
+def marks_of(call: hot_samples.HotCall) -> list[pytest.MarkDecorator]:
+    """Return CI for two products, else the slow tier; and what is known to fail."""
+    in_ci = call.op == "linear_act" and call.name in HOT_IN_CI
+    marks = [pytest.mark.ci if in_ci else pytest.mark.slow]
+    if (call.op, call.name) in WITHOUT_A_FENCE:
+        marks.append(pytest.mark.xfail(strict=True, raises=MachineError))
+    return marks
+
+
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(
-            call,
-            id=f"{call.op}-{call.name}",
-            marks=pytest.mark.ci
-            if (op, call.name) in {("linear_act", x) for x in HOT_IN_CI}
-            else pytest.mark.slow,
-        )
+        pytest.param(call, id=f"{call.op}-{call.name}", marks=marks_of(call))
         for op in hot_samples.ops()
         for call in hot_samples.calls(op, torch.bfloat16)
         if call.op not in ("adamw", "square_sums")

