@@ -124,7 +124,8 @@ ORDER = """
 4. Make the optimizer. It may also be made before `patch`, which keeps the parameters; with
    `fully_shard` it comes after step 5, as without fusedops.
 5. Wrap or shard the model: `prepare`, DDP, `fully_shard`, `parallelize_module`. Only
-   `deepspeed.initialize` may also come before `patch`.
+   `deepspeed.initialize`, and transformers' own sharding (`fsdp_size`, `tp_size`: less is fused),
+   may also come before `patch`.
 6. Call `torch.compile`. If each block is compiled and sharded on its own, [compile it
    first](fsdp.md).
 """

@@ -19,8 +19,7 @@ inline bool aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
 }
 
-// Launches a kernel by the call of the runtime library, which returns the error, in place of nvcc's
-// <<<>>>.
+// Launches a kernel by a call that returns the error, in place of nvcc's <<<>>>.
 template <typename... Parameters, typename... Arguments>
 cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                     cudaStream_t stream, const Arguments&... arguments) {
