@@ -12,7 +12,7 @@ import hot_samples
 import ptx_gpu
 import pytest
 import torch
-from comparing import assert_within_budget
+from comparing import assert_close, assert_within_budget
 from ptx_machine import MachineError
 
 import fusedops
@@ -32,6 +32,8 @@ SPECS = [spec for spec in all_specs().values() if backends._KERNELS[spec.name].t
 # Products by wgmma: of tensor maps, and of cp.async.
 # Triton moves the fence between cp.async and wgmma out of the loop: docs/dev/gpu_kernels.md.
 WITHOUT_A_FENCE = {("attention", "D256 of 1, window, bias, soft-cap, alibi, sinks")}
+# Lists of tensors, which reach a kernel as a table of addresses.
+OF_LISTS = ("adamw", "square_sums")
 HOT_IN_CI = ("272x272x528 along", "272x272x528 apart")
 
 
@@ -90,7 +92,7 @@ def marks_of(call: hot_samples.HotCall) -> list[pytest.MarkDecorator]:
         pytest.param(call, id=f"{call.op}-{call.name}", marks=marks_of(call))
         for op in hot_samples.ops()
         for call in hot_samples.calls(op, torch.bfloat16)
-        if call.op not in ("adamw", "square_sums")
+        if call.op not in OF_LISTS
     ],
 )
 def test_hot_samples_of_sm_90_match_float64(call: hot_samples.HotCall) -> None:
@@ -99,6 +101,30 @@ def test_hot_samples_of_sm_90_match_float64(call: hot_samples.HotCall) -> None:
         result = call.run(sample)
     assert gpu.kernels
     assert_within_budget(result, all_specs()[call.op], call.plain(sample))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=f"{op}-{call.name}")
+        for op in OF_LISTS
+        for call in hot_samples.calls(op, torch.bfloat16)
+    ],
+)
+def test_lists_of_tensors_match_the_reference(call: hot_samples.HotCall, capability: int) -> None:
+    given = call.sample(hot_samples.New(CPU, torch.bfloat16))
+    executed, expected = fresh(given), fresh(given)
+    with ptx_gpu.present(capability) as gpu, fusedops.use_backend("triton"):
+        gpu.tensors = [*executed.tensors]
+        result = call.run(executed)
+    assert gpu.kernels
+    with fusedops.use_backend("torch"):
+        reference = call.run(expected)
+    found = [*result.outputs, *executed.tensors]
+    for one, other in zip(found, [*reference.outputs, *expected.tensors], strict=True):
+        assert_close(one, other, other)  # the reference stands for the truth
 
 
 @pytest.mark.ci
