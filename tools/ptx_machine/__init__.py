@@ -16,6 +16,7 @@ import fcntl
 import functools
 import hashlib
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,11 @@ def _compile(sources: Sequence[Path], target: Path) -> None:
     ]
     failures = [process.wait() for process in running]
     if any(failures):
-        raise MachineError("the machine does not compile: see the messages of g++ above")
+        message = "the machine does not compile: see the messages of g++ above"
+        pytest = sys.modules.get("pytest")
+        if pytest is not None:  # each test would compile it again
+            pytest.exit(message)
+        raise MachineError(message)
     made = target.with_suffix(".tmp")
     subprocess.run(["g++", *FLAGS, "-shared", *objects, "-o", made], check=True)
     made.replace(target)
