@@ -381,8 +381,8 @@ void floats(Table& table) {
   table["fma.rn.f32.bf16"] =
       lanes<[](Bf16 a, Bf16 b, float c) { return std::fma(wide(a), wide(b), c); }>;
   table["fma.rn.bf16"] = lanes<[](Bf16 a, Bf16 b, Bf16 c) { return fused(a, b, c); }>;
-  table["abs.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits & 0x7fff)}; }>;
-  table["neg.bf16"] = lanes<[](Bf16 a) { return Bf16{u16(a.bits ^ 0x8000)}; }>;
+  table["abs.bf16"] = table["abs.f16"] = lanes<[](u16 a) { return u16(a & 0x7fff); }>;
+  table["neg.bf16"] = table["neg.f16"] = lanes<[](u16 a) { return u16(a ^ 0x8000); }>;
   half_precision<Bf16, narrow>(table, "bf16");
   half_precision<_Float16, half>(table, "f16");
   comparisons<float, same>(table, "f32");
