@@ -320,6 +320,10 @@ void half_precision(Table& table, const std::string& type) {
   table["mul." + type] = lanes<[](T a, T b) { return Narrow(number(a) * number(b)); }>;
   table["min." + type] = lanes<[](T a, T b) { return Narrow(smaller(number(a), number(b))); }>;
   table["max." + type] = lanes<[](T a, T b) { return Narrow(larger(number(a), number(b))); }>;
+  table["add.rn.f32." + type] = lanes<[](T a, float b) { return number(a) + b; }>;
+  table["sub.rn.f32." + type] = lanes<[](T a, float b) { return number(a) - b; }>;
+  table["fma.rn.f32." + type] =
+      lanes<[](T a, T b, float c) { return std::fma(number(a), number(b), c); }>;
   table["add." + type + "x2"] = lanes<[](Pair a, Pair b) {
     return Pair{Narrow(number(a.low) + number(b.low)), Narrow(number(a.high) + number(b.high))};
   }>;
@@ -376,10 +380,6 @@ void floats(Table& table) {
   table["fma.rn.bf16x2"] = lanes<[](Bf16x2 a, Bf16x2 b, Bf16x2 c) {
     return Bf16x2{fused({a.low}, {b.low}, {c.low}).bits, fused({a.high}, {b.high}, {c.high}).bits};
   }>;
-  table["add.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) + b; }>;
-  table["sub.rn.f32.bf16"] = lanes<[](Bf16 a, float b) { return wide(a) - b; }>;
-  table["fma.rn.f32.bf16"] =
-      lanes<[](Bf16 a, Bf16 b, float c) { return std::fma(wide(a), wide(b), c); }>;
   table["fma.rn.bf16"] = lanes<[](Bf16 a, Bf16 b, Bf16 c) { return fused(a, b, c); }>;
   table["abs.bf16"] = table["abs.f16"] = lanes<[](u16 a) { return u16(a & 0x7fff); }>;
   table["neg.bf16"] = table["neg.f16"] = lanes<[](u16 a) { return u16(a ^ 0x8000); }>;
