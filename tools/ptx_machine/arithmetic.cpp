@@ -41,6 +41,9 @@ template <typename T>
 u64 bits(T value) {
   if constexpr (std::is_same_v<T, Predicate>) {
     return value.value;
+  } else if constexpr (std::is_same_v<T, float>) {
+    // The NaN of a GPU; the host's have the bits of an operand.
+    return value == value ? std::bit_cast<u32>(value) : 0x7fffffffu;
   } else {
     u64 result = 0;
     std::memcpy(&result, &value, sizeof(T));
