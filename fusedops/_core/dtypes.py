@@ -10,7 +10,7 @@ import torch
 # What autocast does to an op's floating arguments. Float64 is never touched.
 AUTOCAST_RULES = {
     "keep": "nothing: arguments keep their dtypes, as torch does for element-wise functions",
-    "lower": "the factors of products are cast to the autocast dtype, as torch does for linear",
+    "lower": "factors and addends are cast to the autocast dtype, as torch does for linear",
     "promote": "all arguments are cast to the widest dtype among them",
     "norm": "float32 on CUDA, nothing on the CPU: what torch does for layer_norm",
 }

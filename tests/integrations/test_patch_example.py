@@ -347,6 +347,13 @@ def test_what_has_hooks_or_raises_alone_is_not_measured(monkeypatch: pytest.Monk
     assert report["0"].replaced and report["0"].reason == "not measured: RuntimeError: not now"
 
 
+def test_a_long_step_gives_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "BUDGET", 0.0)
+    monkeypatch.setattr(calibrate, "STEPS", 1_000_000)
+    report = fusedops.patch(norms(), example=X, calibrate=True)
+    assert "measured on this machine" in report["0"].reason
+
+
 def test_time_that_is_over_leaves_the_rest_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "BUDGET", 0.0)
     monkeypatch.setattr(calibrate, "STEPS", 0)

@@ -6,7 +6,6 @@ the machine refuses the kernel or a result leaves the operator's band around flo
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ if env.triton_interpreted():
 
 CPU = torch.device("cpu")
 SEEDS = 3
-FAULTS_OF_A_KERNEL = int(os.environ.get("FAULTS_OF_A_KERNEL", "24"))
+FAULTS_OF_A_KERNEL = 24
 ORDERS = ("ordering dropped", "waits for a group less")
 
 
