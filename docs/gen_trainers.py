@@ -136,7 +136,7 @@ COLUMNS = {
     "all of these ops, not all modules: {ops} (Llama). *In addition* names ops that are not among "
     "them",
     "falls back": "modules that were not replaced or ran their "
-    "[original forward](patching.md#when-a-module-falls-back), and why",
+    "[original forward](fallbacks.md#when-a-module-falls-back), and why",
     "equal within rounding": "the losses of all steps and all final weights are as close to a "
     "float64 run as those of the stock model, within "
     "[the ops' error budget](patching.md#what-the-same-results-means), and the fused ops ran as "

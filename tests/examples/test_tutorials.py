@@ -91,6 +91,21 @@ def test_a_patched_model_trains_as_stock_in_the_trainer(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_of_own_classes_trains_as_stock(run: Run) -> None:
+    output = run(*script("own_model"))
+    assert "Model: 38 of 39 modules replaced at level O3" in output
+    stock, patched, called = numbers(r"largest relative error of a gradient ([\d.]+)", output)
+    assert max(patched, called) < 2 * stock + 0.01
+    losses = re.findall(r"stock ([\d.]+), patched ([\d.]+), ops called ([\d.]+)", output)
+    assert len(losses) == 3
+    for stock_loss, *others in losses:
+        assert [float(loss) for loss in others] == pytest.approx([float(stock_loss)] * 2, rel=2e-3)
+    (difference,) = numbers(r"difference of the losses: ([\d.e-]+)", output)
+    assert difference < 5e-3
+    assert len(numbers(r"([\d.]+) times as fast as stock", output)) == 2
+
+
+@pytest.mark.slow
 def test_a_patched_model_trains_to_the_same_losses(run: Run, tmp_path: Path) -> None:
     output = run(*script("speed_up"))
     pairs = re.findall(r"loss: stock ([\d.]+), patched ([\d.]+)", output)
