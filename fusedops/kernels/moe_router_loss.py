@@ -96,7 +96,9 @@ def _forward_kernel(
         if SIGMOID:
             p, _ = relative_sigmoid(x)
             p = p / tl.sum(p, axis=1)[:, None]
-        loss += tl.sum(p * w, axis=1)
+        # The select keeps LLVM from contracting the product into the sum over lanes: a lane would
+        # add its own exact product to a rounded one, and lanes with the same row would differ.
+        loss += tl.sum(tl.where(there, p * w, 0.0), axis=1)
     if Z:
         loss += tl.load(z_ptr) * lse * lse
     tl.store(sums_ptr + tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0), axis=0))
