@@ -33,8 +33,8 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-ci test-tiles test-isas test-gpu-code test-asan test-sanitizers \
-        fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
+.PHONY: setup native demo test test-ci test-tiles test-isas test-gpu-code test-triton-viz test-asan \
+        test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu test-cluster bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton docs site site-check \
         site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows \
@@ -94,6 +94,12 @@ test-isas: setup
 test-gpu-code: setup
 	$(PYTEST) tests/ops/test_gpu_code.py tests/ops/test_gpu_faults.py tests/core/test_ptx_*.py \
 	  tests/core/test_cuda_kernels.py
+
+# A static proof beside it, for the kernels that triton-viz can follow. Second tier, for its download.
+test-triton-viz: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps \
+	  --upgrade --target build/triton-viz -r tests/triton_viz.txt
+	PYTHONPATH=$(CURDIR):build/triton-viz $(BIN)/python tests/ops/viz_sanitizer.py
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"

@@ -84,7 +84,7 @@ def fine_tune(model, folder):
     arguments = TrainingArguments(
         folder,
         bf16=True,  # autocast
-        use_cpu=True,  # remove it on a GPU
+        use_cpu=True,
         max_steps=20,
         per_device_train_batch_size=8,
         learning_rate=1e-3,

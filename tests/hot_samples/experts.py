@@ -9,8 +9,8 @@ import torch
 from fusedops.specs import _routing
 from fusedops.specs.make import randint
 from fusedops.specs.moe_route import distinct
+from hot_samples import products
 from hot_samples.call import HotCall, New, in_float32
-from hot_samples.products import GROUPS, grouped_weight
 
 _TOKENS = 208
 _HIDDEN = 2576  # three blocks of 1024 columns, the last not full
@@ -27,20 +27,21 @@ def _mlp(average: int, how: str, *, size: int = 272, gate: str = "halves", recom
     pairs = gate == "pairs"
 
     def make(new: New) -> Any:
-        tokens = average * GROUPS // 2
-        plan = _plan(new, tokens, 2, GROUPS, pattern="random", key=str(average))
+        groups = products.GROUPS
+        tokens = average * groups // 2
+        plan = _plan(new, tokens, 2, groups, pattern="random", key=str(average))
         args = (
             new(tokens, size),
             plan,
-            grouped_weight(new, size, 2 * size, how, "w1"),
-            grouped_weight(new, size, size, how, "w2"),
-            new(GROUPS, 2 * size, scale=0.5, key="b1"),
-            new(GROUPS, size, scale=0.5, key="b2"),
+            products.grouped_weight(new, size, 2 * size, how, "w1"),
+            products.grouped_weight(new, size, size, how, "w2"),
+            new(groups, 2 * size, scale=0.5, key="b1"),
+            new(groups, size, scale=0.5, key="b2"),
         )
         options = {"activation": "swiglu_oai" if pairs else "silu", "interleaved": pairs}
         return args, options | {"recompute": recompute}
 
-    name = f"{GROUPS} experts of {average}, {size}x{size} {gate} {how}"
+    name = f"{products.GROUPS} experts of {average}, {size}x{size} {gate} {how}"
     return HotCall("moe_mlp", name + " recomputed" * recompute, make)
 
 

@@ -71,10 +71,10 @@ def _baddbmm(rows: int) -> HotCall:
 def _grouped_mm(average: int, layout: str, *, adds: bool = False) -> HotCall:
     """Return a product of uneven groups, several of three tiles of rows, one empty."""
     large = [_ROWS, 0, _ROWS, _ROWS] if average > 64 else [2 * average, 0]
-    rest = GROUPS - len(large)
-    sizes = [*large, *[max(1, (average * GROUPS - sum(large)) // rest)] * rest]
 
     def make(new: New) -> Any:
+        rest = GROUPS - len(large)
+        sizes = [*large, *[max(1, (average * GROUPS - sum(large)) // rest)] * rest]
         # A few rows behind the last group belong to none.
         x = _input(new, -(-(sum(sizes) + 1) // 16) * 16, layout)
         ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=new.device)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import fake_gpu
 import torch
-from ptx_machine.gpu import Driver
+from ptx_machine.gpu import Driver, executing
 
 from fusedops._core import backends, extension
 from fusedops._core.capability import compute_capability
@@ -22,13 +22,9 @@ DEVICE = torch.device("cuda", 0)
 @contextlib.contextmanager
 def present(capability: int, seed: int = 0) -> Iterator[Driver]:
     """Let tensors of the CPU count as those of a GPU whose kernels the machine executes."""
-    from triton import compiler
-    from triton.runtime.driver import driver
-
     from fusedops.kernels import _attention_launch, _descriptors, _launch, _norm, _pointer_table
     from fusedops.kernels import scaled_masked_softmax as softmax
 
-    machine = Driver(capability, seed)
     of_cuda = answers(1, divmod(capability, 10))
     unsupported = backends._unsupported_triton
 
@@ -39,12 +35,11 @@ def present(capability: int, seed: int = 0) -> Iterator[Driver]:
     num_programs, has_descriptors = _launch.num_programs, _descriptors.available
     asks = (_attention_launch, _descriptors, _norm, softmax)
     with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(executing(capability, seed))
         stack.enter_context(StandIn(DEVICE, record=lambda event: None).as_current())
         for owner, name, value in (
             (extension, "triton_missing", lambda: None),
             (backends, "_unsupported_triton", on_the_machine),
-            (driver, "_active", machine),
-            (compiler, "compile", machine.keeping_text(compiler.compile)),
             *((torch.cuda, name, of_cuda[name]) for name in fake_gpu.ASKED),
             *((each, "compute_capability", lambda _: divmod(capability, 10)) for each in asks),
             (_launch, "num_programs", lambda _: num_programs(DEVICE)),

@@ -13,6 +13,7 @@ import ptx_gpu
 import pytest
 import torch
 from comparing import assert_close, assert_within_budget
+from hot_samples import products
 from ptx_machine import MachineError
 
 import fusedops
@@ -29,11 +30,13 @@ CAPABILITIES = (80, 90, 120)
 # The code of sm_80 with less shared memory: RTX 30 and 40.
 SMALLER = (86, 89)
 SPECS = [spec for spec in all_specs().values() if backends._KERNELS[spec.name].triton is not None]
-# Products by wgmma: of tensor maps, and of cp.async.
-# Triton moves the fence between cp.async and wgmma out of the loop: docs/dev/gpu_kernels.md.
+# docs/dev/gpu_kernels.md has the reasons of both: products of the backward read their operands in
+# float16, and Triton moves the fence between cp.async and wgmma out of the loop.
+ROUNDED = {("attention", "dropout_causal"), ("attention_varlen", "fewer_keys")}
 WITHOUT_A_FENCE = {("attention", "D256 of 1, window, bias, soft-cap, alibi, sinks")}
 # Lists of tensors, which reach a kernel as a table of addresses.
 OF_LISTS = ("adamw", "square_sums")
+# Products by wgmma: of tensor maps, and of cp.async.
 HOT_IN_CI = ("272x272x528 along", "272x272x528 apart")
 
 
@@ -48,6 +51,15 @@ def test_the_first_sample_matches_float64(spec: Spec, capability: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 10))
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_another_order_is_no_error(spec: Spec, capability: int, seed: int) -> None:
+    name = spec.samples(CPU, torch.bfloat16)[0].name
+    assert_executed(spec, name, torch.bfloat16, capability, 1000 * seed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -59,52 +71,62 @@ def test_the_first_sample_matches_float64(spec: Spec, capability: int) -> None:
     ],
 )
 def test_every_sample_matches_float64(
-    spec: Spec, name: str, dtype: torch.dtype, capability: int
+    spec: Spec, name: str, dtype: torch.dtype, capability: int, request: pytest.FixtureRequest
 ) -> None:
+    if dtype == torch.float16 and (spec.name, name) in ROUNDED:
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError))
     assert_executed(spec, name, dtype, capability)
 
 
-def assert_executed(spec: Spec, name: str, dtype: torch.dtype, capability: int) -> None:
+def assert_executed(
+    spec: Spec, name: str, dtype: torch.dtype, capability: int, seed: int = 0
+) -> None:
     found = [sample for sample in spec.samples(CPU, dtype) if sample.name == name]
     if not found:
         pytest.skip(f"no sample of {dtype}")
     sample = fresh(found[0])
     fusedops.reset_counters()
-    with ptx_gpu.present(capability) as gpu, fusedops.use_backend("triton"):
+    with ptx_gpu.present(capability, seed) as gpu, fusedops.use_backend("triton"):
         result = run(spec.op, sample)
     assert {backend for _, backend in fusedops.counters()} == {"triton"}
     assert gpu.kernels or not all(tensor.numel() for tensor in sample.tensors)
     assert_within_budget(result, spec, fresh(found[0]))
 
 
-def marks_of(call: hot_samples.HotCall) -> list[pytest.MarkDecorator]:
+def marks_of(call: hot_samples.HotCall, capability: int) -> list[pytest.MarkDecorator]:
     """Return CI for two products, else the slow tier; and what is known to fail."""
-    in_ci = call.op == "linear_act" and call.name in HOT_IN_CI
+    in_ci = call.op == "linear_act" and call.name in HOT_IN_CI and capability == 90
     marks = [pytest.mark.ci if in_ci else pytest.mark.slow]
-    if (call.op, call.name) in WITHOUT_A_FENCE:
+    if (call.op, call.name) in WITHOUT_A_FENCE and capability == 90:
         marks.append(pytest.mark.xfail(strict=True, raises=MachineError))
     return marks
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "capability"),
     [
-        pytest.param(call, id=f"{call.op}-{call.name}", marks=marks_of(call))
+        pytest.param(call, capability, marks=marks_of(call, capability), id=f"{name}-{capability}")
         for op in hot_samples.ops()
         for call in hot_samples.calls(op, torch.bfloat16)
         if call.op not in OF_LISTS
+        for name in [f"{call.op}-{call.name}"]
+        for capability in CAPABILITIES
     ],
 )
-def test_hot_samples_of_sm_90_match_float64(call: hot_samples.HotCall) -> None:
+def test_hot_samples_match_float64(
+    call: hot_samples.HotCall, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Instead of 64 groups, in a quarter of the time: the code differs in the size of one table.
+    monkeypatch.setattr(products, "GROUPS", 12)
     sample = call.sample(hot_samples.New(CPU, torch.bfloat16))
-    with ptx_gpu.present(90) as gpu, fusedops.use_backend("triton"):
+    with ptx_gpu.present(capability) as gpu, fusedops.use_backend("triton"):
         result = call.run(sample)
     assert gpu.kernels
     assert_within_budget(result, all_specs()[call.op], call.plain(sample))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "call",
     [

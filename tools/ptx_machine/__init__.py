@@ -18,6 +18,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = FOLDER.parents[1] / "build" / "ptx_machine"
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-Wall")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wall")
 
 
 class MachineError(RuntimeError):
@@ -144,9 +145,10 @@ class Program:
             shared,
             (ctypes.c_uint8 * max(size, 1)).from_buffer(memory or bytearray(1)),
             size,
-            (ctypes.c_uint64 * count)(*(begin for begin, _, _ in ranges)),
-            (ctypes.c_uint64 * count)(*(end for _, end, _ in ranges)),
-            (ctypes.c_char_p * count)(*(name.encode() for _, _, name in ranges)),
+            (ctypes.c_uint64 * count)(*(memory.begin for memory in ranges)),
+            (ctypes.c_uint64 * count)(*(memory.end for memory in ranges)),
+            (ctypes.c_uint64 * count)(*(memory.unit for memory in ranges)),
+            (ctypes.c_char_p * count)(*(memory.name.encode() for memory in ranges)),
             count,
             ctypes.c_uint64(seed),
             message,
@@ -156,12 +158,24 @@ class Program:
             raise MachineError(message.value.decode())
 
 
-def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, str]]:
-    """Return begin, end and name of the memory of each storage of ``tensors``."""
-    storages: dict[int, tuple[int, int, str]] = {}
+@dataclass
+class Memory:
+    """The memory of a storage; accesses are watched in units of its smallest elements."""
+
+    begin: int
+    end: int
+    unit: int
+    name: str
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    """Return the memory of each storage of ``tensors``."""
+    storages: dict[int, Memory] = {}
     for index, tensor in enumerate(tensors):
         storage: Any = tensor.untyped_storage()
-        begin = storage.data_ptr()
+        begin, unit = storage.data_ptr(), tensor.element_size()
         name = f"argument {index}: {list(tensor.shape)} {str(tensor.dtype)[6:]}"
-        storages.setdefault(begin, (begin, begin + storage.nbytes(), name))
+        memory = Memory(begin, begin + storage.nbytes(), unit, name)
+        memory = storages.setdefault(begin, memory)
+        memory.unit = min(memory.unit, unit)
     return list(storages.values())

@@ -51,8 +51,8 @@ int ptx_executed_lines(const void* program, int* lines, int most) {
 // Runs all blocks; returns 0, or 1 with what went wrong in `message`.
 int ptx_run(const void* program, const int* grid, const int* block, int shared,
             const uint8_t* parameters, int parameter_bytes, const uint64_t* begins,
-            const uint64_t* ends, const char* const* names, int num_allocations, uint64_t seed,
-            char* message, int size) {
+            const uint64_t* ends, const uint64_t* units, const char* const* names,
+            int num_allocations, uint64_t seed, char* message, int size) {
   try {
     ptx::Launch launch;
     launch.program = static_cast<const ptx::Program*>(program);
@@ -61,7 +61,7 @@ int ptx_run(const void* program, const int* grid, const int* block, int shared,
     launch.dynamic_shared = shared;
     launch.parameters.assign(parameters, parameters + parameter_bytes);
     for (int i = 0; i < num_allocations; ++i)
-      launch.allocations.push_back({begins[i], ends[i], names[i]});
+      launch.allocations.push_back({begins[i], ends[i], names[i], units[i]});
     std::sort(launch.allocations.begin(), launch.allocations.end(),
               [](const auto& a, const auto& b) { return a.begin < b.begin; });
     launch.seed = seed;

@@ -78,63 +78,85 @@ void parameter_address(Block& block, Warp& warp, const Instruction& instruction,
   });
 }
 
+// The pieces of the box of a tensor map that [map, {x, y}] names, in shared memory at `target`.
+Box box_of(Block& block, Warp& warp, const Operand& operand, uint32_t target, int lane) {
+  TensorMap map;
+  const auto offset = block.address(warp, operand, lane) - kParameters;
+  std::memcpy(&map, block.parameters(offset, sizeof(map)), sizeof(map));
+  if (map.rank < 1 || map.rank > 5 || !std::has_single_bit(map.element_bytes))
+    block.fail("no tensor map is there");
+  const auto& coordinates = operand.elements.at(0).elements;
+  if (coordinates.size() != map.rank) block.fail("a box of another rank than its tensor map");
+  const int inner = map.rank - 1;
+  int64_t begin[5];
+  for (int i = 0; i < map.rank; ++i)
+    begin[inner - i] = static_cast<int32_t>(block.value(warp, coordinates[i], lane));
+  if (target % 128)
+    block.fail("a box in shared memory at " + std::to_string(target) +
+               ", which is no multiple of 128 bytes");
+  if (map.padding) block.fail("a tensor map that pads with NaN, which the machine does not know");
+  const uint32_t inner_bytes = map.block[inner] * map.element_bytes;
+  if (inner_bytes % 16 || (map.swizzle && inner_bytes > 16u << map.swizzle))
+    block.fail("a box whose rows have " + std::to_string(inner_bytes) +
+               " bytes: they must be a multiple of 16, and not more than the swizzle");
+  Box box;
+  box.swizzle = map.swizzle;
+  // Of 16 bytes at a time: the tensor may begin or end within them.
+  const int elements = 16 / map.element_bytes;
+  int64_t rows = 1;
+  for (int i = 0; i < inner; ++i) rows *= map.block[i];
+  const int pieces = static_cast<int>(map.block[inner]) / elements;
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t left = row, offset = 0;
+    bool inside = true;
+    for (int i = inner - 1; i >= 0; --i) {
+      const int64_t at = begin[i] + left % map.block[i];
+      left /= map.block[i];
+      inside &= at >= 0 && at < int64_t(map.shape[i]);
+      offset += at * static_cast<int64_t>(map.strides[i]);
+    }
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int64_t column = begin[inner] + piece * elements;
+      const int64_t first = std::max<int64_t>(column, 0);
+      const int64_t last = std::min<int64_t>(column + elements, map.shape[inner]);
+      Piece part;
+      part.shared = target + static_cast<uint32_t>((row * pieces + piece) * 16);
+      if (inside && first < last) {
+        part.global = map.base + (offset + first) * map.element_bytes;
+        part.begin = static_cast<uint8_t>((first - column) * map.element_bytes);
+        part.bytes = static_cast<uint8_t>((last - first) * map.element_bytes);
+      }
+      box.pieces.push_back(part);
+    }
+  }
+  return box;
+}
+
 // cp.async.bulk.tensor.2d.... [target], [map, {x, y}], [barrier];
-void copy_box(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+void load_box(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const auto& operands = instruction.operands;
   each(lanes, [&](int lane) {
-    TensorMap map;
-    const auto offset = block.address(warp, operands[1], lane) - kParameters;
-    std::memcpy(&map, block.parameters(offset, sizeof(map)), sizeof(map));
-    if (map.rank < 1 || map.rank > 5 || !std::has_single_bit(map.element_bytes))
-      block.fail("no tensor map is there");
-    const auto& coordinates = operands[1].elements.at(0).elements;
-    if (coordinates.size() != map.rank) block.fail("a box of another rank than its tensor map");
-    const int inner = map.rank - 1;
-    int64_t begin[5];
-    for (int i = 0; i < map.rank; ++i)
-      begin[inner - i] = static_cast<int32_t>(block.value(warp, coordinates[i], lane));
     const auto target = static_cast<uint32_t>(block.address(warp, operands[0], lane));
-    if (target % 128)
-      block.fail("a box to shared memory at " + std::to_string(target) +
-                 ", which is no multiple of 128 bytes");
-    if (map.padding) block.fail("a tensor map that pads with NaN, which the machine does not know");
-    const uint32_t inner_bytes = map.block[inner] * map.element_bytes;
-    if (inner_bytes % 16 || (map.swizzle && inner_bytes > 16u << map.swizzle))
-      block.fail("a box whose rows have " + std::to_string(inner_bytes) +
-                 " bytes: they must be a multiple of 16, and not more than the swizzle");
-    Box box;
-    box.swizzle = map.swizzle;
+    Box box = box_of(block, warp, operands[1], target, lane);
     box.barrier = static_cast<uint32_t>(block.address(warp, operands[2], lane));
-    // Of 16 bytes at a time: the tensor may begin or end within them.
-    const int elements = 16 / map.element_bytes;
-    int64_t rows = 1;
-    for (int i = 0; i < inner; ++i) rows *= map.block[i];
-    const int pieces = static_cast<int>(map.block[inner]) / elements;
-    for (int64_t row = 0; row < rows; ++row) {
-      int64_t left = row, offset = 0;
-      bool inside = true;
-      for (int i = inner - 1; i >= 0; --i) {
-        const int64_t at = begin[i] + left % map.block[i];
-        left /= map.block[i];
-        inside &= at >= 0 && at < int64_t(map.shape[i]);
-        offset += at * static_cast<int64_t>(map.strides[i]);
-      }
-      for (int piece = 0; piece < pieces; ++piece) {
-        const int64_t column = begin[inner] + piece * elements;
-        const int64_t first = std::max<int64_t>(column, 0);
-        const int64_t last = std::min<int64_t>(column + elements, map.shape[inner]);
-        Piece part;
-        part.target = target + static_cast<uint32_t>((row * pieces + piece) * 16);
-        if (inside && first < last) {
-          part.source = map.base + (offset + first) * map.element_bytes;
-          part.begin = static_cast<uint8_t>((first - column) * map.element_bytes);
-          part.bytes = static_cast<uint8_t>((last - first) * map.element_bytes);
-        }
-        box.pieces.push_back(part);
-      }
-    }
     block.copy_box(warp, std::move(box));
   });
+}
+
+// cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {x, y}], [source];
+void store_box(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const auto& operands = instruction.operands;
+  each(lanes, [&](int lane) {
+    const auto source = static_cast<uint32_t>(block.address(warp, operands[1], lane));
+    block.store_box(warp, box_of(block, warp, operands[0], source, lane));
+  });
+}
+void commit_boxes(Block&, Warp& warp, const Instruction&, uint32_t) {
+  warp.box_groups.push_back(std::move(warp.open_boxes));
+  warp.open_boxes.clear();
+}
+void wait_for_boxes(Block& block, Warp& warp, const Instruction& instruction, uint32_t) {
+  block.wait_for_boxes(warp, instruction.operands[0].value);
 }
 
 void fence_registers(Block&, Warp& warp, const Instruction&, uint32_t) {
@@ -183,10 +205,14 @@ void add_async(Table& table) {
     table["mbarrier.arrive.expect_tx." + end] = expect;
     table["mbarrier.try_wait.parity." + end] = try_wait;
   }
-  for (const char* rank : {"1d", "2d", "3d", "4d", "5d"})
+  for (const char* rank : {"1d", "2d", "3d", "4d", "5d"}) {
+    const std::string box = std::string("cp.async.bulk.tensor.") + rank + ".";
     for (const char* space : {"shared::cta", "shared::cluster"})
-      table[std::string("cp.async.bulk.tensor.") + rank + "." + space +
-            ".global.mbarrier::complete_tx::bytes"] = copy_box;
+      table[box + space + ".global.mbarrier::complete_tx::bytes"] = load_box;
+    table[box + "global.shared::cta.bulk_group"] = {store_box, 2};
+  }
+  table["cp.async.bulk.commit_group"] = {commit_boxes, 0};
+  table["cp.async.bulk.wait_group"] = table["cp.async.bulk.wait_group.read"] = {wait_for_boxes, 1};
   table["fence.proxy.async.shared::cta"] = fence;
   table["wgmma.fence.sync.aligned"] = fence_registers;
   table["wgmma.commit_group.sync.aligned"] = commit;
@@ -260,9 +286,9 @@ bool Block::passed(Warp& warp, uint64_t address, uint32_t parity) {
 
 void Block::copy_box(Warp& warp, Box box) {
   for (const auto& piece : box.pieces) {
-    const uint32_t target = swizzled(piece.target, box.swizzle);
+    const uint32_t target = swizzled(piece.shared, box.swizzle);
     check_shared(target, 16);
-    if (piece.bytes) watch_global(warp, kAll, piece.source, piece.bytes, "copies", nullptr, 1);
+    if (piece.bytes) watch_global(warp, kAll, piece.global, piece.bytes, "copies", nullptr, 1);
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       check_readers(warp, i, "copies to");
@@ -279,11 +305,31 @@ void Block::copy_box(Warp& warp, Box box) {
   boxes_.push_back(std::move(box));
 }
 
+// A store of a box reads shared memory, and writes global memory, at the wait for it.
+void Block::store_box(Warp& warp, Box box) {
+  for (const auto& piece : box.pieces) check_matrix(warp, swizzled(piece.shared, box.swizzle));
+  warp.open_boxes.push_back(std::move(box));
+}
+
+void Block::wait_for_boxes(Warp& warp, size_t groups_left) {
+  while (warp.box_groups.size() > groups_left) {
+    for (const auto& box : warp.box_groups.front()) {
+      for (const auto& piece : box.pieces) {
+        if (!piece.bytes) continue;
+        const auto* from = &shared_[swizzled(piece.shared, box.swizzle) + piece.begin];
+        watch_global(warp, kAll, piece.global, piece.bytes, "stores a box to", from, 1);
+        std::memcpy(reinterpret_cast<void*>(piece.global), from, piece.bytes);
+      }
+    }
+    warp.box_groups.erase(warp.box_groups.begin());
+  }
+}
+
 void Block::land_piece(const Box& box, size_t row) {
   const auto& piece = box.pieces[row];
-  auto* target = &shared_[swizzled(piece.target, box.swizzle)];
+  auto* target = &shared_[swizzled(piece.shared, box.swizzle)];
   std::memset(target, 0, 16);
-  std::memcpy(target + piece.begin, reinterpret_cast<const void*>(piece.source), piece.bytes);
+  std::memcpy(target + piece.begin, reinterpret_cast<const void*>(piece.global), piece.bytes);
 }
 
 void Block::land_some_boxes() {
@@ -298,7 +344,7 @@ void Block::land_some_boxes() {
   auto& barrier = barrier_at(box.barrier);
   for (size_t row = 0; row < box.pieces.size(); ++row) {
     land_piece(box, row);
-    const uint32_t target = swizzled(box.pieces[row].target, box.swizzle);
+    const uint32_t target = swizzled(box.pieces[row].shared, box.swizzle);
     for (uint32_t i = target; i < target + 16; ++i) {
       auto& cell = cells_[i];
       cell.in_flight = false;
@@ -393,19 +439,22 @@ static uint64_t place(uint64_t descriptor, bool transposed, int row, int k) {
   return swizzled(start + linear, swizzle);
 }
 
+// Eight elements, which are 16 bytes at `address`.
 void Block::check_matrix(Warp& warp, uint64_t address) {
-  check_shared(address, 2);
-  auto& cell = cells_[address];
-  const auto where = " shared memory at " + std::to_string(address);
-  if (cell.in_flight) fail("wgmma reads" + where + " before the wait for its copy");
-  if (!cell.written) fail("wgmma reads" + where + ", which nobody has written");
-  if (cell.write_clock > warp.clock[cell.writer])
-    fail("wgmma reads" + where + ", which is written without a barrier between");
-  if (cell.generic && cell.write_clock > warp.fenced[cell.writer])
-    fail("wgmma reads" + where + ", written by warp " + std::to_string(cell.writer) +
-         " without fence.proxy.async");
-  note_reader(warp, address);
-  note_reader(warp, address + 1);
+  check_shared(address, 16);
+  for (int i = 0; i < 16; ++i) {
+    const auto& cell = cells_[address + i];
+    const auto wrong = [&](const std::string& why) {
+      fail("the asynchronous proxy reads shared memory at " + std::to_string(address + i) + why);
+    };
+    if (cell.in_flight) wrong(" before the wait for its copy");
+    if (!cell.written) wrong(", which nobody has written");
+    if (cell.write_clock > warp.clock[cell.writer])
+      wrong(", which is written without a barrier between");
+    if (cell.generic && cell.write_clock > warp.fenced[cell.writer])
+      wrong(", written by warp " + std::to_string(cell.writer) + " without fence.proxy.async");
+    note_reader(warp, address + i);
+  }
 }
 
 void Block::execute(Warp& warp, const Product& product) {
@@ -421,39 +470,49 @@ void Block::execute(Warp& warp, const Product& product) {
   const auto number = [half](uint16_t bits) {
     return half ? static_cast<float>(std::bit_cast<_Float16>(bits)) : widened(bits);
   };
-  const auto element = [&](uint64_t descriptor, bool transposed, int row, int k) {
-    const uint64_t address = place(descriptor, transposed, row, k);
-    check_matrix(warp, address);
-    uint16_t bits;
-    std::memcpy(&bits, &shared_[address], 2);
-    return number(bits);
+  // Reads 16 values of the sum of `count` rows of A, or columns of B, from `first` on.
+  const auto read = [&](int count, uint64_t descriptor, bool transposed, int first, auto to) {
+    const int row_step = transposed ? 8 : 1, k_step = transposed ? 1 : 8;
+    for (int row = 0; row < count; row += row_step) {
+      for (int k = 0; k < 16; k += k_step) {
+        const uint64_t address = place(descriptor, transposed, first + row, k);
+        check_matrix(warp, address);
+        uint16_t bits[8];
+        std::memcpy(bits, &shared_[address], 16);
+        for (int i = 0; i < 8; ++i) to(row + transposed * i, k + !transposed * i) = number(bits[i]);
+      }
+    }
   };
   const int rows = warp.number % 4 * 16;  // of the 64 of the warp group
   const double sign = product.negates ? -1.0 : 1.0;
   std::vector<float> a(16 * 16), b(static_cast<size_t>(n) * 16);
-  for (int row = 0; row < 16; ++row) {
+  for (int row = 0; in_registers && row < 16; ++row) {
     for (int k = 0; k < 16; ++k) {
-      if (in_registers) {
-        const int lane = row % 8 * 4 + k % 8 / 2;
-        const auto both = warp.registers[a_registers[row / 8 + k / 8 * 2].index][lane];
-        a[row * 16 + k] = number(static_cast<uint16_t>(both >> 16 * (k % 2)));
-      } else {
-        a[row * 16 + k] = element(product.left, a_transposed, rows + row, k);
-      }
+      const int lane = row % 8 * 4 + k % 8 / 2;
+      const auto both = warp.registers[a_registers[row / 8 + k / 8 * 2].index][lane];
+      a[row * 16 + k] = number(static_cast<uint16_t>(both >> 16 * (k % 2)));
     }
   }
-  for (int column = 0; column < n; ++column)
-    for (int k = 0; k < 16; ++k)
-      b[column * 16 + k] = element(product.right, b_transposed, column, k);
+  if (!in_registers)
+    read(16, product.left, a_transposed, rows,
+         [&](int row, int k) -> float& { return a[row * 16 + k]; });
+  read(n, product.right, b_transposed, 0,
+       [&](int column, int k) -> float& { return b[k * n + column]; });
+  std::vector<double> totals(n);
   for (int row = 0; row < 16; ++row) {
-    for (int column = 0; column < n; ++column) {
+    const auto accumulator = [&](int column) -> uint64_t& {
       const auto& target = operands[0].elements[column / 8 * 4 + row / 8 * 2 + column % 2];
-      const int lane = row % 8 * 4 + column % 8 / 2;
-      auto& bits = warp.registers[target.index][lane];
-      double total = product.adds ? std::bit_cast<float>(static_cast<uint32_t>(bits)) : 0.0;
-      for (int k = 0; k < 16; ++k) total += sign * a[row * 16 + k] * b[column * 16 + k];
-      bits = std::bit_cast<uint32_t>(static_cast<float>(total));
+      return warp.registers[target.index][row % 8 * 4 + column % 8 / 2];
+    };
+    for (int column = 0; column < n; ++column)
+      totals[column] =
+          product.adds ? std::bit_cast<float>(static_cast<uint32_t>(accumulator(column))) : 0.0;
+    for (int k = 0; k < 16; ++k) {
+      const double left = sign * a[row * 16 + k];
+      for (int column = 0; column < n; ++column) totals[column] += left * b[k * n + column];
     }
+    for (int column = 0; column < n; ++column)
+      accumulator(column) = std::bit_cast<uint32_t>(static_cast<float>(totals[column]));
   }
 }
 

@@ -1,16 +1,22 @@
 """A GPU whose kernels the machine executes: Triton compiles, launches and gets real values.
 
+    with executing(90) as gpu:
+        kernel[grid](x, y, x.numel(), BLOCK=1024)  # tensors of the CPU
+    print(gpu.kernels)
+
 Triton's own runtime specialises the arguments, compiles for the GPU that is asked for, and expands
 tensor descriptors. The machine takes the place of the driver's load and launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -166,3 +172,25 @@ class Driver:
             expanded(x, y, z, program, described, rest[4:])
 
         return call
+
+
+@contextlib.contextmanager
+def executing(capability: int, seed: int = 0) -> Iterator[Driver]:
+    """Execute Triton's kernels on the machine, with tensors of the CPU.
+
+    Args:
+        capability: 90 compiles for sm_90.
+        seed: of the order of blocks and warps, and of when copies land.
+
+    Raises:
+        MachineError: from a launch, if the kernel does something that is wrong, with the line.
+    """
+    from triton import compiler
+    from triton.runtime.driver import driver
+
+    gpu = Driver(capability, seed)
+    with (
+        mock.patch.object(driver, "_active", gpu),
+        mock.patch.object(compiler, "compile", gpu.keeping_text(compiler.compile)),
+    ):
+        yield gpu

@@ -165,6 +165,8 @@ void Block::branch(Warp& warp, int target, uint32_t lanes) {
 
 void Block::exit(Warp& warp, uint32_t lanes) {
   warp.exited |= lanes;
+  if (warp.exited == kAll && !(warp.open_boxes.empty() && warp.box_groups.empty()))
+    fail("ends before the wait for a box that it stores");
   leave(warp, lanes);
 }
 

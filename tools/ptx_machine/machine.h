@@ -29,6 +29,8 @@ inline void join(std::vector<uint32_t>& clock, const std::vector<uint32_t>& othe
 struct Allocation {
   uint64_t begin = 0, end = 0;
   std::string name;
+  uint64_t unit = 1;  // bytes of an element: what is watched as one
+  size_t cell(uint64_t address) const { return (address - begin) / unit; }
 };
 
 struct Dim {
@@ -78,10 +80,10 @@ struct Barrier {
   std::vector<uint32_t> released;      // before those of the last completed one
 };
 
-// 16 bytes of a box: `bytes` of them from global memory, from the byte `begin` on; others are zero.
+// 16 bytes of a box: `bytes` of them are in global memory, from the byte `begin` on.
 struct Piece {
-  uint64_t source = 0;
-  uint32_t target = 0;
+  uint64_t global = 0;
+  uint32_t shared = 0;
   uint8_t begin = 0, bytes = 0;
 };
 
@@ -108,6 +110,8 @@ struct Warp {
   std::vector<Copy> open_copies;  // since the last commit_group
   std::vector<std::vector<Copy>> groups;
   std::vector<uint32_t> clock;  // per warp and mbarrier: what happened before (races)
+  std::vector<Box> open_boxes;  // stores of boxes since the last commit_group
+  std::vector<std::vector<Box>> box_groups;
   std::vector<Product> open_products;
   std::vector<std::vector<Product>> product_groups;
   std::vector<uint32_t> fenced;  // what of that was before a fence of the two proxies
@@ -130,7 +134,7 @@ struct Cell {
   WritingLanes writing_lanes;
 };
 
-// Of a byte of global memory: by whom it was touched last. Blocks count from 1.
+// Of an element of global memory: by whom it was touched last. Blocks count from 1.
 struct GlobalCell {
   uint32_t writing_block = 0, write_clock = 0;
   uint32_t reading_block = 0, read_epoch = 0, readers = 0;
@@ -139,9 +143,17 @@ struct GlobalCell {
   WritingLanes writing_lanes;
 };
 
+// What a block had done when it released: the clock of the warp that did, and the block's epoch.
+struct Release {
+  std::vector<uint32_t> clock;
+  uint32_t epoch = 0, warp = 0;
+};
+using Releases = std::map<uint32_t, Release>;  // by block, its last one
+
 // What the blocks of a launch share.
 struct Touched {
   std::vector<std::vector<GlobalCell>> cells;  // of each allocation, once it is touched
+  std::map<uint64_t, Releases> released;       // by the address of an atomic operation
   uint32_t num_meetings = 0;
 };
 
@@ -176,6 +188,8 @@ class Block {
   // Memory. Each raises Error with who, where and what. `by` are the lanes: one, or all of them.
   void read_global(const Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
   void write_global(const Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
+  // Global memory for an atomic operation, which also orders blocks.
+  void* atomic(Warp& warp, uint64_t address, int bytes, bool acquires, bool releases);
   void read_shared(Warp& warp, uint32_t by, uint64_t address, void* to, int bytes);
   void write_shared(Warp& warp, uint32_t by, uint64_t address, const void* from, int bytes);
   const uint8_t* parameters(uint64_t offset, size_t bytes) const {
@@ -204,6 +218,8 @@ class Block {
   void arrive(Warp& warp, uint64_t address, uint32_t bytes);
   bool passed(Warp& warp, uint64_t address, uint32_t parity);
   void copy_box(Warp& warp, Box box);
+  void store_box(Warp& warp, Box box);
+  void wait_for_boxes(Warp& warp, size_t groups_left);
   void issue(Warp& warp, Product product);
   void commit_products(Warp& warp);
   void wait_for_products(Warp& warp, size_t groups_left);
@@ -230,6 +246,9 @@ class Block {
   void note_reader(const Warp& warp, uint64_t address);
   void check_readers(const Warp& warp, uint64_t address, const char* verb) const;
   size_t allocation_of(uint64_t address, int bytes, int alignment, const char* verb) const;
+  std::vector<GlobalCell>& cells_of(size_t allocation);
+  bool written_before(const Warp& warp, const GlobalCell& cell) const;
+  bool read_before(const GlobalCell& cell) const;
   void watch_global(const Warp& warp, uint32_t by, uint64_t address, int bytes, const char* verb,
                     const uint8_t* written, int alignment = 0);
   void watch_lanes(const Warp& warp, WritingLanes& writing, uint32_t by, bool writes, bool same);
@@ -240,6 +259,7 @@ class Block {
   Dim index_;
   uint32_t number_ = index_.x + launch_.grid.x * (index_.y + launch_.grid.y * index_.z) + 1u;
   std::mt19937_64& random_;
+  Releases known_;  // of other blocks, by acquiring
   std::vector<Warp> warps_;
   std::vector<uint8_t> shared_;
   std::vector<Cell> cells_;

@@ -1,4 +1,6 @@
 // Loads, stores, moves, asynchronous copies, and matrices in shared memory.
+#include <algorithm>
+
 #include "instructions.h"
 
 namespace ptx {
@@ -69,6 +71,48 @@ void store(Block& block, Warp& warp, const Instruction& instruction, uint32_t la
   }
 }
 
+// Lanes in their order. atom.global{.order}{.gpu}.operation.type result, [address], value {,
+// other};
+template <typename Type, Type change(Type old, Type value, Type other)>
+void atomic(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const auto has = [&](const char* order) {
+    return std::ranges::count(instruction.parts, order) ||
+           std::ranges::count(instruction.parts, "acq_rel");
+  };
+  const auto& operands = instruction.operands;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    const auto given = [&](size_t index) {
+      const uint64_t bits = index < operands.size() ? block.value(warp, operands[index], lane) : 0;
+      Type value;
+      std::memcpy(&value, &bits, sizeof value);
+      return value;
+    };
+    const auto address = block.address(warp, operands[1], lane);
+    void* memory = block.atomic(warp, address, sizeof(Type), has("acquire"), has("release"));
+    Type old;
+    std::memcpy(&old, memory, sizeof old);
+    const Type changed = change(old, given(2), given(3));
+    std::memcpy(memory, &changed, sizeof changed);
+    uint64_t bits = 0;
+    std::memcpy(&bits, &old, sizeof old);
+    block.set(warp, operands[0], lane, bits);
+  }
+}
+
+template <typename Type>
+Type sum(Type old, Type value, Type) {
+  return old + value;
+}
+template <typename Type>
+Type exchange(Type, Type value, Type) {
+  return value;
+}
+template <typename Type>
+Type exchange_if(Type old, Type expected, Type value) {
+  return old == expected ? value : old;
+}
+
 // cvta.space.u64 makes a generic address of one of a space, cvta.to.space.u64 does the reverse.
 template <uint64_t difference>
 void change_space(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -83,7 +127,7 @@ void change_space(Block& block, Warp& warp, const Instruction& instruction, uint
 void move(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const auto& target = instruction.operands[0];
   const auto& source = instruction.operands[1];
-  const int bits = instruction.parts[1] == "pred" ? 1 : std::stoi(instruction.parts[1].substr(1));
+  const int bits = 8 * instruction.width;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(lanes >> lane & 1)) continue;
     if (target.kind == Operand::list) {
@@ -189,6 +233,17 @@ void add_memory(Table& table) {
       table["st.shared." + what] = table["st.shared::cta." + what] = store<Space::shared>;
     }
     table[std::string("mov.") + type] = move;
+  }
+  for (const char* order : {"", "relaxed.gpu.", "acquire.gpu.", "release.gpu.", "acq_rel.gpu.",
+                            "gpu.relaxed.", "gpu.acquire.", "gpu.release.", "gpu.acq_rel."}) {
+    const std::string what = std::string("atom.global.") + order;
+    table[what + "cas.b32"] = {atomic<uint32_t, exchange_if>, 4};
+    table[what + "cas.b64"] = {atomic<uint64_t, exchange_if>, 4};
+    table[what + "exch.b32"] = {atomic<uint32_t, exchange>, 3};
+    table[what + "exch.b64"] = {atomic<uint64_t, exchange>, 3};
+    table[what + "add.u32"] = table[what + "add.s32"] = {atomic<uint32_t, sum>, 3};
+    table[what + "add.u64"] = {atomic<uint64_t, sum>, 3};
+    table[what + "add.f32"] = {atomic<float, sum>, 3};
   }
   table["mov.pred"] = move;
   table["cvta.global.u64"] = table["cvta.to.global.u64"] = change_space<0>;

@@ -196,8 +196,8 @@ void decode(Instruction& instruction) {
                 std::to_string(entry.operands));
   instruction.handler = entry.handler;
   const auto& first = instruction.parts[0];
-  if (first == "ld" || first == "st") {
-    const auto& type = instruction.parts.back();
+  const auto& type = instruction.parts.back();
+  if (first == "ld" || first == "st" || (first == "mov" && type != "pred")) {
     instruction.width = std::stoi(type.substr(1)) / 8;
     instruction.is_signed = type[0] == 's';
   }

@@ -50,7 +50,7 @@ class StockTime:
         if self.reason is not None and self.reason.startswith("from level "):
             return f'patch(model, level="{self.reason.split()[2]}") fuses it'
         if self.reason is None:
-            return "its own code; torch.compile with fusedops.compile_passes() may fuse it"
+            return "its own code; torch.compile with fusedops.compile_passes() may fuse parts of it"
         return self.reason
 
 
