@@ -65,6 +65,8 @@ def main() -> None:
     page = ROOT / "docs" / "bench_models.md"
     text = replaced(page.read_text(), "models", results.models_table())
     page.write_text(replaced(text, "types", results.types_table()))
+    page = ROOT / "docs" / "half_precision.md"
+    page.write_text(replaced(page.read_text(), "products", results.products_table()))
     page = ROOT / "docs" / "compile.md"
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():

@@ -337,6 +337,34 @@ def trainer_summary() -> str:
     return "\n".join(lines)
 
 
+def products_table() -> str:
+    """Return torch's products in half precision with and without ``fusedops.cpu``, by machine."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/torch_products-*.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        name = _PROCESSORS[record["machine"]["slug"].split("-as-")[0]]
+        held = " held to AVX2" if record["isa"] == "avx2" else ""
+        lines = [
+            f"{name}{held}, {record['machine']['threads']} threads, "
+            f"torch {record['versions']['torch'].split('+')[0]}, {record['created'][:10]}; "
+            f"medians of {record['turns']} turns:",
+            "",
+            "| milliseconds | float32, torch | bfloat16, torch | bfloat16, fusedops.cpu |"
+            " float16, torch | float16, fusedops.cpu |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for case, results in record["cases"].items():
+            cells = [f"{results['float32']['ms']['torch']:.2f}"]
+            for dtype in ("bfloat16", "float16"):
+                ms = results[dtype]["ms"]
+                replaced = dtype in record["replaced"]
+                cells += [f"{ms['torch']:.2f}", f"{ms['fusedops']:.2f}" if replaced else "torch's"]
+            what, _, sizes = case.partition(",")
+            lines.append(f"| `{what}`,{sizes} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
 def share_of_limit(share: str) -> str:
     """Return the share of the machine's limit in percent; empty where that is no limit.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusedops import (
         checkpoint,
+        cpu,
         generation,
         memory,
         models,
@@ -51,6 +52,7 @@ _LAZY = {
     "auto_parallel": "fusedops.planner.sharding",
     "checkpoint": "fusedops.checkpoint",
     "counters": "fusedops._core.backends",
+    "cpu": "fusedops.cpu",
     "generate": "fusedops.generation",
     "generation": "fusedops.generation",
     "memory": "fusedops.memory",
@@ -84,6 +86,7 @@ __all__ = [
     "checkpoint",
     "compile_passes",
     "counters",
+    "cpu",
     "decompositions",
     "describe",
     "generate",

@@ -3,6 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
+| ``FUSEDOPS_CPU`` | ``1``: ``import fusedops`` calls ``fusedops.cpu.enable()`` | ``0`` |
 | ``FUSEDOPS_CUDA_ARCHS`` | GPUs to build for (``sm_90``); only the build reads it | all four |
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
@@ -38,6 +39,7 @@ _PREFIX = "FUSEDOPS_"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KNOWN = (
     "BACKEND",
+    "CPU",
     "CUDA_ARCHS",
     "DISABLE_NATIVE",
     "ISAS",
@@ -83,6 +85,7 @@ def mistakes(backends: Collection[str]) -> list[str]:
 
     choices = {
         "FUSEDOPS_BACKEND": backends,
+        "FUSEDOPS_CPU": ("0", "1"),
         "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),
         "FUSEDOPS_MAX_ISA": MAX_ISAS,
         "FUSEDOPS_SHARED_MEMORY": ("1", "0"),
@@ -112,6 +115,11 @@ def native_disabled() -> bool:
     A value that means nothing (``mistakes``) is no reason to load them: ``true`` must not mean no.
     """
     return (os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0") != "0"
+
+
+def replaces_torch_products() -> bool:
+    """Return whether ``import fusedops`` calls ``fusedops.cpu.enable``."""
+    return os.environ.get("FUSEDOPS_CPU") == "1"
 
 
 def shared_memory_disabled() -> bool:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from fusedops import specs
+from fusedops import cpu, specs
 from fusedops._core import backends, env, extension
 from fusedops.bench import machine
 from fusedops.bench.contenders import ContenderCall, backends_since, error_line, first_line
@@ -128,6 +128,7 @@ def _kernels() -> dict[str, str]:
     states = {name: f"no: {reason}" if reason else "usable" for name, reason in reasons.items()}
     if not reasons["C++ kernels"]:
         states["C++ kernels"] = f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
+        states["torch products"] = cpu.state()
     return states
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 RECORD = Path(__file__).with_name("public_api.txt")
 PACKAGES = (
     *("fusedops", "fusedops.ops", "fusedops.nn", "fusedops.optim", "fusedops.checkpoint"),
+    "fusedops.cpu",
     *("fusedops.generation", "fusedops.memory", "fusedops.models", "fusedops.parallel"),
     *("fusedops.planner", "fusedops.profiler", "fusedops.testing", "fusedops.train"),
     "fusedops.library",

@@ -34,6 +34,7 @@ MODULES = {
     "fusedops.parallel": "parallel.md",
     "fusedops.planner": "planning.md",
     "fusedops.train": "training.md",
+    "fusedops.cpu": "half_precision.md",
     "fusedops.checkpoint": "checkpoint.md",
     "fusedops.generation": "generation.md",
     "fusedops.testing": "verify.md",
