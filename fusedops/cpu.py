@@ -5,7 +5,7 @@
     fusedops.cpu.enable()  # or FUSEDOPS_CPU=1, or ``with fusedops.cpu.enabled():``
 
 Without AVX512_BF16 or AMX, torch multiplies bfloat16 tens of times slower than float32, and float16
-on every processor without AMX_FP16. ``enable`` replaces torch's own kernels of ``mm``, ``addmm``,
+without AVX512_FP16 or AMX_FP16. ``enable`` replaces torch's own kernels of ``mm``, ``addmm``,
 ``bmm`` and ``baddbmm`` in the dispatcher of this process, so that programs which know nothing of
 fusedops use ours: forward and backward, eager and compiled. Everything else is torch's.
 """
@@ -35,9 +35,9 @@ def enable() -> None:
     """Compute torch's half-precision products on the CPU with the kernels of fusedops.
 
     Which dtypes are replaced depends on the processor: bfloat16 where it has neither AVX512_BF16
-    nor AMX, float16 where it has no AMX_FP16. Calls with other dtypes, layouts or devices, and
-    empty ones, run torch's kernels. Products accumulate in float32 and are rounded once. Calling
-    it again has no effect.
+    nor AMX, float16 where it has neither AVX512_FP16 nor AMX_FP16. Calls with other dtypes, layouts
+    or devices, and small ones, run torch's kernels. Products accumulate in float32 and are rounded
+    once. Calling it again has no effect.
 
     Raises:
         UnsupportedError: the C++ kernels are not there; the message says why.
@@ -45,9 +45,9 @@ def enable() -> None:
     Example:
         >>> import torch, fusedops.cpu
         >>> with fusedops.cpu.enabled():
-        ...     _ = torch.ones(64, 64).half() @ torch.ones(64, 64).half()
-        >>> fusedops.cpu.counts()
-        {'mm float16': 1}
+        ...     product = torch.ones(64, 64).half() @ torch.ones(64, 64).half()
+        >>> product[0, 0]
+        tensor(64., dtype=torch.float16)
     """
     global _library
     if _library is not None:
@@ -80,8 +80,10 @@ def enable() -> None:
         broadcast = [int(size == 1 != full) for size, full in zip(c.shape, shape, strict=True)]
         return baddbmm(c, a, b, float(beta), float(alpha), broadcast)
 
-    for name, product in (("mm", mm), ("addmm", addmm), ("bmm", bmm), ("baddbmm", added)):
-        _replace(_library, name, product)
+    _replace(_library, "mm", 2, mm)
+    _replace(_library, "addmm", 2, addmm)
+    _replace(_library, "bmm", 3, bmm)
+    _replace(_library, "baddbmm", 3, added)
 
 
 def disable() -> None:
@@ -124,10 +126,18 @@ def counts() -> dict[str, int]:
     return dict(_counts)
 
 
-def _replace(library: torch.library.Library, name: str, product: Callable[..., Any]) -> None:
+def _replace(
+    library: torch.library.Library, name: str, rank: int, product: Callable[..., Any]
+) -> None:
     """Replace torch's kernels of an operator: with a result of its own, into ``out``, in place."""
     adds = name in ("addmm", "baddbmm")
-    is_ours = _with_addend if adds else _is_ours
+
+    def is_ours(*args: torch.Tensor, to: torch.Tensor | None = None) -> bool:
+        """Return whether a call is computed here; where operands do not fit, torch raises."""
+        a, b = args[-2:]
+        if not _is_product(a, b, rank) or (adds and not _is_addend(args[0], a, b)):
+            return False
+        return to is None or (to.dtype == a.dtype and to.shape == (*a.shape[:-1], b.shape[-1]))
 
     def count(b: torch.Tensor) -> None:
         _counts[f"{name} {str(b.dtype).removeprefix('torch.')}"] += 1
@@ -145,14 +155,13 @@ def _replace(library: torch.library.Library, name: str, product: Callable[..., A
         return product(*args, **kwargs)
 
     def into(stock: Any, keys: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
-        shape = (*args[-2].shape[:-1], args[-1].shape[-1])
-        if not is_ours(*args) or out.dtype != args[-1].dtype or out.shape != shape:
+        if not is_ours(*args, to=out):
             return stock.call_boxed(keys, *args, out=out, **kwargs)
         count(args[-1])
         return out.copy_(product(*args, **kwargs))
 
     def in_place(stock: Any, keys: Any, to: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours(to, *args) or to.shape != (*args[-2].shape[:-1], args[-1].shape[-1]):
+        if not is_ours(to, *args, to=to):
             return stock.call_boxed(keys, to, *args, **kwargs)
         count(args[-1])
         return to.copy_(product(to, *args, **kwargs))
@@ -166,26 +175,25 @@ def _replace(library: torch.library.Library, name: str, product: Callable[..., A
 @functools.cache
 def _served() -> tuple[torch.dtype, ...]:
     """Return the dtypes that torch multiplies slowly on this processor."""
-    isa = torch.ops.fusedops_native.isa_in_use()
-    if isa in ("default", "avx2", "avx512"):
+    flags = cpuinfo().get("flags", "").split()
+    if torch.ops.fusedops_native.isa_in_use() in ("default", "avx2", "avx512"):
         return torch.bfloat16, torch.float16
-    return () if "amx_fp16" in cpuinfo().get("flags", "").split() else (torch.float16,)
+    return () if {"avx512_fp16", "amx_fp16"} & {*flags} else (torch.float16,)
 
 
 # Of fewer multiplications the call itself takes longer than torch (docs/half_precision.md).
 _LEAST = 1 << 17
 
 
-def _is_ours(*operands: torch.Tensor) -> bool:
-    """Return whether a product is computed here; for operands that do not fit, torch raises.
+def _is_product(a: torch.Tensor, b: torch.Tensor, rank: int) -> bool:
+    """Return whether our product of two tensors is right, and faster than torch's.
 
-    One row times a weight ``[out, in]`` is torch's: it has a kernel for that, which is faster.
+    One row times a weight ``[out, in]`` is torch's, which has a kernel for that.
     """
-    a, b = operands[-2:]
     return (
         a.dtype in _served()
         and b.dtype == a.dtype
-        and a.dim() == b.dim()
+        and a.dim() == b.dim() == rank
         and a.shape[-1] == b.shape[-2]
         and a.shape[:-2] == b.shape[:-2]
         and a.layout == b.layout == torch.strided
@@ -194,10 +202,13 @@ def _is_ours(*operands: torch.Tensor) -> bool:
     )
 
 
-def _with_addend(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same, where the addend has the dtype of the product and broadcasts to its shape."""
-    if not _is_ours(a, b) or addend.dtype != a.dtype or addend.layout != torch.strided:
-        return False
+def _is_addend(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a tensor has the dtype of the product and broadcasts to its shape."""
     shape = (*a.shape[:-1], b.shape[-1])
     pairs = zip(reversed(addend.shape), reversed(shape), strict=False)
-    return addend.dim() <= len(shape) and all(size in (1, full) for size, full in pairs)
+    return (
+        addend.dtype == a.dtype
+        and addend.layout == torch.strided
+        and addend.dim() <= len(shape)
+        and all(size in (1, full) for size, full in pairs)
+    )

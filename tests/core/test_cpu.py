@@ -101,6 +101,12 @@ def test_what_is_not_ours_is_torchs() -> None:
         torch.mm(half, half.T.float())
     with pytest.raises(RuntimeError):
         torch.addmm(new(7, dtype=torch.float16), half, half.T)
+    for product, shape in ((torch.mm, (4,)), (torch.mm, (2, 4, 4)), (torch.bmm, (4, 4))):
+        operand = new(*shape, dtype=torch.float16)
+        with pytest.raises(RuntimeError, match="matrix|2D|3D|dimension"):
+            product(operand, operand)
+        with pytest.raises(RuntimeError, match="matrix|2D|3D|dimension"):
+            product(operand, operand, out=torch.empty_like(operand))
     out = torch.empty(4, 4)
     with pytest.raises(RuntimeError, match="dtype"):
         torch.mm(half, half.T, out=out)
