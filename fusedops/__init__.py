@@ -129,11 +129,14 @@ _RUNS_COMMAND = _runs_command()
 
 if TYPE_CHECKING or not _RUNS_COMMAND:
     from fusedops import ops
+    from fusedops._core import env
     from fusedops._core.backends import counters, reset_counters, resolve, use_backend
     from fusedops._core.checks import UnsupportedError
     from fusedops.ops import *  # noqa: F403
 
     __all__ += ops.__all__
+    if env.replaces_torch_products():
+        importlib.import_module("fusedops.cpu").enable()
 
 
 def __getattr__(name: str) -> Any:

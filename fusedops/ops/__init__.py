@@ -9,10 +9,8 @@ The import registers all of ``torch.ops.fusedops``.
 """
 
 from fusedops._core import backends as _backends
-from fusedops._core import env as _env
 from fusedops._core.imports import without_garbage_collection
 from fusedops._core.library import tag_compiled_code as _tag_compiled_code
-from fusedops.cpu import enable as _replace_torch_products
 
 with without_garbage_collection():
     from fusedops.ops import (
@@ -98,6 +96,3 @@ __all__ = [
     "swiglu",
     "update_balancing_bias",
 ]
-
-if _env.replaces_torch_products():
-    _replace_torch_products()

@@ -4,15 +4,20 @@
         kernel[grid](x, y, x.numel(), BLOCK=1024)  # tensors of the CPU
     print(gpu.kernels)
 
-Triton's own runtime specialises the arguments, compiles for the GPU that is asked for, and expands
-tensor descriptors. The machine takes the place of the driver's load and launch.
+Triton's own runtime and launcher (C) specialise the arguments, compile for the GPU that is asked
+for, make tensor maps of descriptors, and load and launch. They are linked to a stand-in of the CUDA
+driver (``triton/libcuda.cpp``), which gives each launch to the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import functools
 import itertools
 import struct
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from ptx_machine import Program
+from ptx_machine import BUILD, FOLDER, MachineError, Program
 
 _FORMATS = {
     "i1": "b",
@@ -46,8 +51,21 @@ SHARED_MEMORY = {
     120: 99 * 1024,
 }
 
+_LOAD = ctypes.CFUNCTYPE(ctypes.c_uint64)
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint,
+    ctypes.c_uint,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+_LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
+
 _devices = itertools.count(1000)
 _texts: dict[bytes, str] = {}  # machine code, as Triton loads it -> its PTX
+_programs: list[Program] = []  # by the handle of their module, from 1
+_running: list[Driver] = []  # whose launch is under way
 
 
 def argument(kind: str, value: Any) -> bytes:
@@ -102,12 +120,15 @@ class Driver:
         self.kernels: list[str] = []  # the names of those that were executed
         self.change: Callable[[str], str] = str  # what happens to PTX before it is executed
         self.programs: dict[str, Program] = {}  # by that PTX
+        self.error: Exception | None = None  # of the last launch
+        self._launch_of: tuple[str, list[torch.Tensor]] = "", []
         self._device = next(_devices)  # Triton keeps kernels by it, which keep their driver
-        self.utils = SimpleNamespace(
-            load_binary=self._load,
-            fill_tma_descriptor_tiled=tensor_map,
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[capability]},
-        )
+        _, native = _launcher()
+        self.utils = SimpleNamespace(**vars(native))  # the functions of Triton's launcher
+        self.utils.load_binary = self._load
+        self.utils.get_device_properties = lambda device: {
+            "max_shared_mem": SHARED_MEMORY[capability]
+        }
 
     def get_current_device(self) -> int:
         """Return a number that no other driver has."""
@@ -133,45 +154,99 @@ class Driver:
 
         return compile_and_keep
 
-    def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+    def _load(self, name: str, binary: bytes, shared: int, device: int) -> Any:
         text = self.change(_texts[binary])
-        program = self.programs[text] = Program(text)
-        return program, program, 0, 0, 1024
+        self.programs[text] = Program(text)
+        _programs.append(self.programs[text])
+        stand_in, utils = _launcher()
+        stand_in(_loaded, _launch, SHARED_MEMORY[self.capability])
+        return utils.load_binary(name, binary, shared, device)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Return what Triton's runtime calls to launch a kernel."""
         from triton.backends.nvidia import driver as nvidia
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        descriptors = getattr(metadata, "tensordesc_meta", None)
-        kinds = nvidia.expand_signature(source.signature.values(), descriptors)
+        launch = nvidia.CudaLauncher(source, metadata)
 
-        def launch(*base: Any) -> None:
-            (x, y, z, program, described), values = base[:5], base[-1]
-            pairs = [
-                (kind, value)
-                for kind, value in zip(kinds, values, strict=True)
-                if kind != "constexpr"
-            ]
-            tensors = [value for _, value in pairs if isinstance(value, torch.Tensor)]
-            program.run(
-                grid=(x, y, z),
-                threads=32 * metadata.num_warps,
-                arguments=[argument(kind, value) for kind, value in pairs],
-                tensors=[*tensors, *described, *self.tensors],
-                shared=metadata.shared,
-                seed=self.seed + len(self.kernels),
-            )
-            self.kernels.append(metadata.name)
-
-        expanded = nvidia.wrap_handle_tensordesc(launch, source.signature, descriptors)
-
-        def call(x: int, y: int, z: int, stream: int, program: Program, *rest: Any) -> None:
-            # Behind the program: metadata of kernel and launch, and two hooks.
-            described = [value.base for value in rest[4:] if isinstance(value, TensorDescriptor)]
-            expanded(x, y, z, program, described, rest[4:])
+        def call(*arguments: Any) -> None:
+            # Before the kernel's: grid, stream, function, metadata of both, and two hooks.
+            self._launch_of = metadata.name, [*_tensors_in(arguments[9:]), *self.tensors]
+            _running.append(self)
+            try:
+                launch(*arguments)
+            except Exception:
+                error, self.error = self.error, None
+                raise error or MachineError("Triton's launcher failed") from None
+            finally:
+                _running.pop()
 
         return call
+
+    def run(self, program: Program, **launch: Any) -> None:
+        """Execute a launch on the machine."""
+        name, tensors = self._launch_of
+        seed = self.seed + len(self.kernels)
+        program.run(**launch, tensors=tensors, seed=seed)
+        self.kernels.append(name)
+
+
+def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, TensorDescriptor):
+            yield value.base
+        elif isinstance(value, tuple):
+            yield from _tensors_in(value)
+
+
+@_LOAD
+def _loaded() -> int:
+    return len(_programs)
+
+
+@_LAUNCH
+def _launch(function: int, grid: Any, threads: int, shared: int, parameters: Any) -> int:
+    driver, program = _running[-1], _programs[function - 1]
+    try:
+        values = [
+            ctypes.string_at(parameters[i], size) for i, (size, _) in enumerate(program.parameters)
+        ]
+        driver.run(program, grid=grid[:3], threads=threads, shared=shared, arguments=values)
+    except Exception as error:
+        driver.error = error
+        return _LAUNCH_FAILED
+    return 0
+
+
+@functools.cache
+def _launcher() -> tuple[Any, Any]:
+    """Return what sets the callbacks of the stand-in, and Triton's utilities linked to it."""
+    from triton import knobs
+    from triton.backends.nvidia import driver as nvidia
+
+    if torch.cuda.is_available():
+        raise MachineError("this process has a GPU: set CUDA_VISIBLE_DEVICES= for the machine")
+    source = FOLDER / "triton" / "libcuda.cpp"
+    folder = BUILD / "libcuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "libcuda.so.1"
+    with open(folder / "lock", "w") as lock:  # one of several processes compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+            include = [f"-I{path}" for path in nvidia.include_dirs]
+            made = library.with_suffix(".tmp")
+            command = ["g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
+            subprocess.run([*command, *include, source, "-o", made], check=True)
+            made.replace(library)
+            link = folder / "libcuda.so"
+            link.unlink(missing_ok=True)
+            link.symlink_to(library.name)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with mock.patch.object(knobs.nvidia, "libcuda_path", str(folder)):
+        return loaded.stand_in, nvidia.CudaUtils()
 
 
 @contextlib.contextmanager
