@@ -103,7 +103,7 @@ def state() -> str:
     """Return in a few words which products ``enable`` replaces here, and whether it has."""
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in _served())
     if not names:
-        return "torch's own: none is slow here"
+        return "torch's own: none is known to be slow here"
     if is_enabled():
         return f"{names} by fusedops.cpu"
     return f"torch's own: slow in {names}; fusedops.cpu.enable() replaces them"

@@ -182,3 +182,27 @@ def finite(kind: str, count: int, seed: int = 0, spread: int = 30) -> list[int]:
         | generator.getrandbits(precision - 1)
         for _ in range(count)
     ]
+
+
+def tensor_map(
+    address: int,
+    swizzle: int,
+    element_bytes: int,
+    element_type: int,
+    block: Sequence[int],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    padding: int,
+) -> bytes:
+    """Return a tensor map as the machine reads it: ``TensorMap`` of ``tensor_map.h``."""
+    if address % 16 or any(stride * element_bytes % 16 for stride in strides[:-1]):
+        raise ValueError(f"a tensor map wants 16 bytes: address {address:#x}, strides {strides}")
+
+    def five(values: Sequence[int]) -> list[int]:
+        return [*values, *[0] * (5 - len(values))]
+
+    sizes = (*five(block), *five(shape), *five(strides))
+    packed = struct.pack(
+        "<QBBBB10I5Q", address, swizzle, element_bytes, len(shape), padding, *sizes
+    )
+    return packed.ljust(128, b"\0")

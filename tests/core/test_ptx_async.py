@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ptx_kernels import refused, run
-from ptx_machine.gpu import tensor_map
+from ptx_kernels import refused, run, tensor_map
 
 pytestmark = pytest.mark.ci  # the machine is compiled first
 

@@ -3,17 +3,10 @@
 // What the hardware may do late is done late: a box lands row by row after its issue, and a product
 // reads shared memory and writes its accumulator at any moment up to the wait for it.
 #include "instructions.h"
+#include "tensor_map.h"
 
 namespace ptx {
 namespace {
-
-// What tools/ptx_machine/gpu.py writes for cuTensorMapEncodeTiled; the innermost dimension is last.
-struct TensorMap {
-  uint64_t base;
-  uint8_t swizzle, element_bytes, rank, padding;
-  uint32_t block[5], shape[5];
-  uint64_t strides[5];  // in elements
-} __attribute__((packed));
 
 constexpr uint64_t kParameters = uint64_t(1) << 60;
 

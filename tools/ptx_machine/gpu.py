@@ -81,30 +81,6 @@ def argument(kind: str, value: Any) -> bytes:
     return struct.pack(_FORMATS[kind], value)
 
 
-def tensor_map(
-    address: int,
-    swizzle: int,
-    element_bytes: int,
-    element_type: int,
-    block: Sequence[int],
-    shape: Sequence[int],
-    strides: Sequence[int],
-    padding: int,
-) -> bytes:
-    """Return what stands for ``cuTensorMapEncodeTiled``: ``TensorMap`` of ``async.cpp``."""
-    if address % 16 or any(stride * element_bytes % 16 for stride in strides[:-1]):
-        raise ValueError(f"a tensor map wants 16 bytes: address {address:#x}, strides {strides}")
-
-    def five(values: Sequence[int]) -> list[int]:
-        return [*values, *[0] * (5 - len(values))]
-
-    sizes = (*five(block), *five(shape), *five(strides))
-    packed = struct.pack(
-        "<QBBBB10I5Q", address, swizzle, element_bytes, len(shape), padding, *sizes
-    )
-    return packed.ljust(128, b"\0")
-
-
 class Driver:
     """Stands for Triton's driver of a GPU.
 
@@ -235,7 +211,9 @@ def _launcher() -> tuple[Any, Any]:
     library = folder / "libcuda.so.1"
     with open(folder / "lock", "w") as lock:  # one of several processes compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        sources = source, FOLDER / "tensor_map.h"
+        newest = max(path.stat().st_mtime for path in sources)
+        if not library.exists() or library.stat().st_mtime < newest:
             include = [f"-I{path}" for path in nvidia.include_dirs]
             made = library.with_suffix(".tmp")
             command = ["g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../tensor_map.h"
 #include "cuda.h"
 
 namespace {
@@ -15,13 +16,7 @@ Load load;
 Launch launch;
 int shared_memory;
 
-// As ptx_machine/async.cpp reads it; the innermost dimension is last.
-struct TensorMap {
-  uint64_t base;
-  uint8_t swizzle, element_bytes, rank, padding;
-  uint32_t block[5], shape[5];
-  uint64_t strides[5];  // in elements
-} __attribute__((packed));
+using ptx::TensorMap;
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
 int bytes_of(CUtensorMapDataType type) {
