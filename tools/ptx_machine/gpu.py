@@ -63,9 +63,9 @@ _LAUNCH = ctypes.CFUNCTYPE(
 _LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
 
 _devices = itertools.count(1000)
-_texts: dict[bytes, str] = {}  # machine code, as Triton loads it -> its PTX
-_programs: list[Program] = []  # by the handle of their module, from 1
-_running: list[Driver] = []  # whose launch is under way
+_handles = itertools.count(1)  # of modules
+_programs: dict[int, Program] = {}  # by the handle of their module; of drivers in use
+_running: list[Driver] = []  # that load or launch something now
 
 
 def argument(kind: str, value: Any) -> bytes:
@@ -98,6 +98,9 @@ class Driver:
         self.programs: dict[str, Program] = {}  # by that PTX
         self.error: Exception | None = None  # of the last launch
         self._launch_of: tuple[str, list[torch.Tensor]] = "", []
+        self._texts: dict[bytes, str] = {}  # machine code, as Triton loads it -> its PTX
+        self._functions: list[Any] = []  # what was compiled
+        self._modules: list[int] = []  # their handles
         self._device = next(_devices)  # Triton keeps kernels by it, which keep their driver
         _, native = _launcher()
         self.utils = SimpleNamespace(**vars(native))  # the functions of Triton's launcher
@@ -125,18 +128,30 @@ class Driver:
 
         def compile_and_keep(*args: Any, **kwargs: Any) -> Any:
             kernel = compile(*args, **kwargs)
-            _texts[kernel.kernel] = kernel.asm["ptx"]
+            self._texts[kernel.kernel] = kernel.asm["ptx"]
+            self._functions.append(args[0].fn)
             return kernel
 
         return compile_and_keep
 
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> Any:
-        text = self.change(_texts[binary])
-        self.programs[text] = Program(text)
-        _programs.append(self.programs[text])
+        text = self.change(self._texts[binary])
+        self._modules.append(next(_handles))
+        self.programs[text] = _programs[self._modules[-1]] = Program(text)
         stand_in, utils = _launcher()
-        stand_in(_loaded, _launch, SHARED_MEMORY[self.capability])
-        return utils.load_binary(name, binary, shared, device)
+        _running.append(self)
+        try:
+            stand_in(_loaded, _launch, SHARED_MEMORY[self.capability])
+            return utils.load_binary(name, binary, shared, device)
+        finally:
+            _running.pop()
+
+    def close(self) -> None:
+        """Let go of the programs, here and in Triton's own cache of this device."""
+        for handle in self._modules:
+            del _programs[handle]
+        for function in self._functions:
+            function.device_caches.pop(self._device, None)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Return what Triton's runtime calls to launch a kernel."""
@@ -180,12 +195,12 @@ def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @_LOAD
 def _loaded() -> int:
-    return len(_programs)
+    return _running[-1]._modules[-1]
 
 
 @_LAUNCH
 def _launch(function: int, grid: Any, threads: int, shared: int, parameters: Any) -> int:
-    driver, program = _running[-1], _programs[function - 1]
+    driver, program = _running[-1], _programs[function]
     try:
         values = [
             ctypes.string_at(parameters[i], size) for i, (size, _) in enumerate(program.parameters)
@@ -245,5 +260,6 @@ def executing(capability: int, seed: int = 0) -> Iterator[Driver]:
     with (
         mock.patch.object(driver, "_active", gpu),
         mock.patch.object(compiler, "compile", gpu.keeping_text(compiler.compile)),
+        contextlib.closing(gpu),
     ):
         yield gpu
