@@ -48,7 +48,8 @@ def baddbmm(
         Products accumulate in float32 (float64 for float64), scale and addend act on the sums, and
         the result is rounded once. So is the gradient of a broadcast operand, which is summed in
         float32. On the CPU an element depends on its row, its column and its addend alone, and no
-        result on the number of threads. Saves ``batch1`` and ``batch2``; the addend is not saved.
+        result on the number of threads; this is not promised for bfloat16 on AMX, where torch
+        multiplies dense batches. Saves ``batch1`` and ``batch2``; the addend is not saved.
         Under autocast all tensors are cast, as torch does for baddbmm.
 
     Reference:

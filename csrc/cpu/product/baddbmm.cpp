@@ -6,8 +6,11 @@
 #include <algorithm>
 #include <array>
 
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
 #include <torch/library.h>
 
+#include "../../common/isa.h"
 #include "linear_binding.h"
 
 namespace fusedops {
@@ -54,9 +57,36 @@ void fold(BatchedProduct& a) {
   }
 }
 
+// Whether torch multiplies a batch faster: bfloat16 on AMX without broadcast operands, where packing
+// both operands of each product costs more than it saves (docs/dev/performance_notes.md, "Tiles of
+// AMX"). Other factors than 1 would round twice there.
+bool torch_is_faster(const at::Tensor& a, const at::Tensor& b, double alpha) {
+  const auto is_dense = [](const at::Tensor& tensor) {
+    return tensor.is_contiguous() || is_batch_transposed(tensor);
+  };
+  const int64_t batch_dims = a.dim() - 2;
+  return a.scalar_type() == at::kBFloat16 && batch_dims > 0 && alpha == 1.0 &&
+         a.sizes().slice(0, batch_dims) == b.sizes().slice(0, batch_dims) && is_dense(a) &&
+         is_dense(b) && has_tiles();
+}
+
+// The batch dimensions of a dense tensor as one.
+at::Tensor as_batch(const at::Tensor& tensor) {
+  return tensor.flatten(0, -3);
+}
+
 at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::Tensor& batch2,
                    double beta, double alpha, at::IntArrayRef /*broadcast*/) {
   const int64_t rank = batch1.dim();
+  if (torch_is_faster(batch1, batch2, alpha)) {
+    auto sizes = batch1.sizes().vec();
+    sizes.back() = batch2.size(-1);
+    const auto a = as_batch(batch1), b = as_batch(batch2);
+    if (beta == 0.0) return at::bmm(a, b).view(sizes);
+    if (beta == 1.0 && input.sizes() == at::IntArrayRef(sizes) && input.is_contiguous()) {
+      return at::baddbmm(as_batch(input), a, b).view(sizes);
+    }
+  }
   std::vector<int64_t> shape(rank);
   BatchedProduct arguments{product_of_last(batch1, batch2), {}, {}, {}, nullptr, alpha, beta};
   at::Tensor addend;
@@ -86,6 +116,11 @@ at::Tensor operand_gradient(const at::Tensor& a, const at::Tensor& b, const at::
   if (is_batch_transposed(like)) {
     return operand_gradient(b.transpose(-2, -1), a.transpose(-2, -1), like.transpose(-2, -1), alpha)
         .transpose(-2, -1);
+  }
+  const bool keeps_batch =
+      like.sizes().slice(0, like.dim() - 2) == a.sizes().slice(0, a.dim() - 2);
+  if (keeps_batch && torch_is_faster(a, b, alpha)) {
+    return at::bmm(as_batch(a), as_batch(b)).view(like.sizes());
   }
   auto gradient = at::empty(like.sizes(), like.options());
   BatchedProduct arguments{product_of_last(a, b), {}, {}, {}, mutable_data(gradient), alpha, 0.0};
