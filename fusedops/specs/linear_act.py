@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ def _call(
     out_features: int,
     activation: str = "fast_gelu",
     bias: bool = True,
+    transposed: bool = False,
 ) -> Sample:
-    weight = new(out_features, in_features, scale=max(in_features, 1) ** -0.5, key="w")
+    shape = (in_features, out_features) if transposed else (out_features, in_features)
+    weight = new(*shape, scale=max(in_features, 1) ** -0.5, key="w")
+    if transposed:
+        weight = weight.detach().t().requires_grad_()
     args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
     return Sample(name, args, {"activation": activation})
 
@@ -73,16 +78,31 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    rows: int, in_features: int, out_features: int, activation: str = "fast_gelu"
+    rows: int,
+    in_features: int,
+    out_features: int,
+    activation: str = "fast_gelu",
+    bias: bool = True,
+    transposed: bool = False,
 ) -> BenchCase:
     def make(new: TensorFactory) -> Sample:
-        return _call(new, "bench", (rows,), in_features, out_features, activation)
+        sizes = (rows,), in_features, out_features
+        return _call(new, "bench", *sizes, activation, bias, transposed)
 
     product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
     label = f"{rows}x{in_features}->{out_features} {activation}"
+    label += ", no bias" * (not bias) + ", weight [in, out]" * transposed
     elements = (x + w + 2 * y, 2 * x + 2 * w + 2 * y)
     return BenchCase.moving(label, make, elements, (2 * product, 4 * product))
+
+
+# Linear layers alone, in both layouts of weights.
+_PRODUCTS = tuple(
+    _case(rows, 768, 3072, "identity", bias, transposed)
+    for rows in (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+    for bias, transposed in itertools.product((True, False), repeat=2)
+)
 
 
 def _from_opinfo(
@@ -101,6 +121,7 @@ SPEC = describe(linear_act, _eager, _samples, _bad_inputs, _case)(
         _case(2048, 1024, 4096, "gelu_tanh"),
         _case(2048, 512, 2048, "gelu"),
         _case(1024, 512, 8192, "identity"),
+        *_PRODUCTS,
         _case(16, 768, 3072),
     ),
     summary="linear layer and activation in one product",

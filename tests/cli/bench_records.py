@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.cli.main import app
+from fusedops.runtime.timer import Timing, Variant
 
 # The machine copies 1 GB/s.
 LIMITS = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
@@ -66,3 +68,14 @@ def record(*rows: BenchRow, **machine: Any) -> BenchRecord:
         notes=("a note",),
         created="2026-01-01T00:00:00+00:00",
     )
+
+
+def fixed_timing(**seconds: float) -> Any:
+    """Return a ``measure`` that gives these seconds, of variants that are not measured as well."""
+
+    def measure(variants: Sequence[Variant], *_: Any, **__: Any) -> Timing:
+        names = {*(variant.name for variant in variants), *seconds}
+        quiet = {name: [False] * 4 for name in names}
+        return Timing({name: [seconds[name]] * 4 for name in names}, quiet, least=1)
+
+    return measure

@@ -16,11 +16,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench_records import invoke, record, row
+from bench_records import fixed_timing, invoke, record, row
 
 import fusedops
 from fusedops._core import backends
-from fusedops.bench import contenders
+from fusedops.bench import cases, contenders
 from fusedops.bench.cases import tiny_sample, ulps
 from fusedops.bench.compare import compare, parse_share
 from fusedops.bench.limits import Limit, Limits
@@ -104,6 +104,19 @@ def measured(specs: dict[str, Spec], tmp_path: Path) -> Callable[..., BenchRecor
         return load_json(tmp_path / "record.json")
 
     return run
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1.1, 1), (1.0, 0)])
+def test_an_op_that_is_slower_than_its_rival_fails(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, code: int
+) -> None:
+    measured = fixed_timing(eager=1.0, peer=1.0, fusedops=seconds)
+    monkeypatch.setattr(cases, "measure", measured)
+    words = "exponential", "--dtype", "float32"
+    done = bench(*words, "--fail-if-slower")
+    assert done.exit_code == code, done.output
+    assert ("slower: exponential 64x128 float32 forward" in done.output) == bool(code)
+    assert bench(*words).exit_code == 0  # nothing is judged
 
 
 def test_every_op_has_a_row_in_the_default_run() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench_records import LIMITS, invoke, row
+from bench_records import LIMITS, fixed_timing, invoke, row
 from torch import nn
 
 import fusedops
@@ -22,7 +21,7 @@ from fusedops.bench.model_zoo import FAMILIES, HEADLINE, ModelSize
 from fusedops.bench.models import DECODING, FORWARD, TRAINING, ModelCase, run_case
 from fusedops.bench.results import load_json
 from fusedops.bench.runner import BenchSettings
-from fusedops.runtime.timer import CpuClock, Timing, TimingPlan, Variant
+from fusedops.runtime.timer import CpuClock, TimingPlan
 
 pytest.importorskip("transformers")
 
@@ -203,17 +202,6 @@ def test_dtypes_that_torch_multiplies_slowly_train_fewer_tokens(
         assert models.affordable(mode, size, dtype, device) == expected
 
 
-def _timing(**seconds: float) -> Any:
-    """Return a ``measure`` that gives these seconds, of variants that are not measured as well."""
-
-    def measure(variants: Sequence[Variant], *_: Any, **__: Any) -> Timing:
-        names = {*(variant.name for variant in variants), *seconds}
-        quiet = {name: [False] * 4 for name in names}
-        return Timing({name: [seconds[name]] * 4 for name in names}, quiet, least=1)
-
-    return measure
-
-
 JUDGED = ("--family", "bert", "--mode", "forward", "--dtype", "float32")
 
 
@@ -249,7 +237,7 @@ def test_slower_rows_fail_and_are_named(
 
 
 def test_the_fastest_other_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "measure", _timing(eager=2.0, compile=1.0, fusedops=1.25))
+    monkeypatch.setattr(models, "measure", fixed_timing(eager=2.0, compile=1.0, fusedops=1.25))
     (_, ours) = outcome("bert", FORWARD).rows
     assert (ours.speedup, ours.rival, ours.lead) == (1.6, "compile", 0.8)
     assert models.slower([ours], 0.97) == ([ours], [])

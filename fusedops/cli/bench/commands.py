@@ -30,6 +30,15 @@ app = typer.Typer(
 # Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
 RATIO = 0.97
 _JUDGE = "--fail-if-slower"
+SlowestRatio = Annotated[
+    float | None,
+    Option(
+        _JUDGE,
+        metavar="[RATIO]",
+        min=0.0,
+        help=f"Exit with 1 when ours is below this ratio of the fastest other; {RATIO} alone.",
+    ),
+]
 
 
 class Command(typer.core.TyperCommand):
@@ -46,8 +55,9 @@ class Command(typer.core.TyperCommand):
 
 
 @app.command(
+    cls=Command,
     epilog="Also `fusedops bench models` (whole models) and `fusedops bench compare BEFORE.json "
-    "AFTER.json` (which rows became slower); all have --help."
+    "AFTER.json` (which rows became slower); all have --help.",
 )
 def run(
     ops: Annotated[
@@ -72,6 +82,7 @@ def run(
     seconds: Annotated[float, options.seconds_per("size, direction and dtype")] = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
+    fail_if_slower: SlowestRatio = None,
     json_file: options.JsonRecord = None,
     csv_file: options.CsvRows = None,
     svg_file: options.SvgFile = None,
@@ -104,7 +115,10 @@ def run(
         jobs = rows.op_jobs(measured, plan, json_file)
         complete = measured.run(jobs, only=only, all_backends=all_backends)
         outputs = json_file, csv_file, svg_file, results
-        output.deliver_record(measured.record(), *outputs, name="{}-{}.csv", complete=complete)
+        record = measured.record()
+        output.deliver_record(record, *outputs, name="{}-{}.csv", complete=complete)
+    if rows.judge(record, fail_if_slower):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -150,15 +164,7 @@ def models(
     seconds: Annotated[float, options.seconds_per("model, mode and dtype")] = 8.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
-    fail_if_slower: Annotated[
-        float | None,
-        Option(
-            _JUDGE,
-            metavar="[RATIO]",
-            min=0.0,
-            help=f"Exit with 1 when ours is below this ratio of the fastest other; {RATIO} alone.",
-        ),
-    ] = None,
+    fail_if_slower: SlowestRatio = None,
     json_file: options.JsonRecord = None,
     csv_file: options.CsvRows = None,
     svg_file: options.SvgFile = None,
