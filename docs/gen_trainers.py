@@ -38,7 +38,9 @@ Call `use_fused_kernels(trainer)` between `Trainer(model=model, ...)` and `train
 ([integrations](integrations.md#transformers-trainer-and-trl)), or `fusedops.patch(model)` before
 `Trainer(...)` if no adapters are added later; nothing else changes. Labels stay in the batch, so
 the fused loss runs. Label smoothing removes them from the batch, and then the loss is stock.
-Checkpoints have the format of the stock model.
+Checkpoints have the format of the stock model. With `use_liger_kernel=True` the Trainer applies
+Liger in `train()`, after `patch`, to the same modules: use either Liger or fusedops
+([together](faq.md#can-i-use-flashattention-liger-unsloth-or-torchcompile-together-with-it)).
 """,
     ),
     "accelerate": (

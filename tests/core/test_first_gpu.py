@@ -15,7 +15,9 @@ from first_gpu import __main__ as first_gpu
 from first_gpu import figure_list, figures
 from test_collection import MISSING
 
+from fusedops.bench.contenders import peers_of
 from fusedops.bench.limits import Limit, Limits
+from fusedops.bench.results import COMPILE
 from fusedops.runtime.timer import TimingPlan
 from fusedops.specs import all_specs
 
@@ -74,6 +76,12 @@ def test_every_figure_is_of_an_op_at_a_size_that_it_can_be_made_in() -> None:
         if figure.op != figure_list.OPTIMIZER:
             make = all_specs()[figure.op].bench_case
             assert make is not None and make(*figure.sizes).bytes_forward(torch.bfloat16) > 0
+
+
+def test_every_rival_of_a_figure_is_one_that_the_benchmark_has_for_the_op() -> None:
+    for figure in figure_list.FIGURES.values():
+        assert set(figure.rivals) <= {COMPILE, *peers_of(figure.op)}, figure.name
+    assert sum("liger" in figure.rivals for figure in figure_list.FIGURES.values()) == 9
 
 
 def test_a_figure_has_its_rows_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

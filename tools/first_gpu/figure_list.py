@@ -30,12 +30,12 @@ class Figure:
         return f"{self.op} {'x'.join(map(str, self.sizes))}"
 
 
-_COMPILE, _FLEX = ("compile",), ("flex", "flash_attn")
+_COMPILE, _LIGER, _FLEX = ("compile",), ("compile", "liger"), ("flex", "flash_attn")
 # Group, op, rivals, mark, sizes.
 _TABLE: tuple[tuple[str, str, tuple[str, ...], Mark | None, list[tuple[int | str, ...]]], ...] = (
-    ("norms", "rms_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
-    ("norms", "layer_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
-    ("norms", "add_rms_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "rms_norm", _LIGER, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "layer_norm", _LIGER, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
+    ("norms", "add_rms_norm", _LIGER, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
     ("norms", "add_layer_norm", _COMPILE, BANDWIDTH, [(16384, 4096), (16384, 8192)]),
     (
         *("attention", "attention", _FLEX, ("eager", 1.0)),
@@ -50,9 +50,9 @@ _TABLE: tuple[tuple[str, str, tuple[str, ...], Mark | None, list[tuple[int | str
         [(8192, 4096, 4096, "gelu_tanh"), (8192, 1024, 4096, "gelu_tanh")],
     ),
     ("products", "linear_glu", _COMPILE, ("eager", 1.0), [(8192, 4096, 4096)]),
-    ("elementwise", "swiglu", _COMPILE, BANDWIDTH, [(16384, 14336)]),
-    ("elementwise", "geglu", _COMPILE, BANDWIDTH, [(16384, 14336)]),
-    ("loss", "cross_entropy", _COMPILE, BANDWIDTH, [(8192, 128256)]),
+    ("elementwise", "swiglu", _LIGER, BANDWIDTH, [(16384, 14336)]),
+    ("elementwise", "geglu", _LIGER, BANDWIDTH, [(16384, 14336)]),
+    ("loss", "cross_entropy", _LIGER, BANDWIDTH, [(8192, 128256)]),
     (
         *("attention options", "attention", _FLEX, ("flex", 1.2)),
         [(1, 16, 8192, 128, option) for option in ("softcap", "bias", "window")],
