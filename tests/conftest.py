@@ -20,7 +20,7 @@ import unmeasured_guards
 
 from fusedops._core import env
 from fusedops._core.generators import seed_generators
-from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules import rule, torch_modules
 
 # What tests use beside those four. expecttest: torch's own lists of samples need it.
 OPTIONAL = (
@@ -185,6 +185,12 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patched linear layers of all dtypes be fused: in float32 the processor decides."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     monkeypatch.setattr(torch_modules, "_SERVED", dtypes)
+
+
+@pytest.fixture(autouse=True)
+def fused_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let patched modules fuse the small tensors of tests on every processor."""
+    monkeypatch.setattr(rule, "TORCH_MULTIPLIES_FLOAT32", False)
 
 
 @pytest.fixture(autouse=True)

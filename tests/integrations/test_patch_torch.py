@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules import torch_modules, torch_transformer
+from fusedops.integrations.hf.rules import rule, torch_modules, torch_transformer
 
 INPUT = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 
@@ -100,6 +100,23 @@ def test_products_that_torch_computes_faster_are_torchs(monkeypatch: pytest.Monk
     with counted() as calls:
         alone(INPUT.double())
     assert not calls
+
+
+def test_few_elements_are_torchs_where_its_products_are_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rule, "TORCH_MULTIPLIES_FLOAT32", True)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))
+    fusedops.patch(model)
+    token, batch = torch.randn(1, 1, 32), torch.randn(1, 1024, 32)
+    for input, is_fused in ((token, False), (batch, True), (token.bfloat16(), True)):
+        with counted() as calls:
+            model.to(input.dtype)(input)
+        assert bool(calls.get("layer_norm")) == is_fused
+    model.float()
+    with counted() as calls, torch.autocast("cpu", torch.bfloat16):
+        model(token)
+    assert calls["layer_norm"] == 1
 
 
 TARGET = torch.arange(20).mul(3).remainder(32)

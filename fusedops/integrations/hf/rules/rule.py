@@ -31,6 +31,7 @@ from fusedops.integrations.hf.original_code import (
     watch_list,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
+from fusedops.runtime.architecture import is_by_intel
 
 LEVELS = ("O0", "O1", "O2", "O3")
 # Where classes come from that may do something for each class that is derived from them.
@@ -246,14 +247,34 @@ def runs_here(input: torch.Tensor) -> bool:
     """Return whether the ops have kernels for ``input``: its device, its kind of dtype, its layout.
 
     Nested, sparse, MKLDNN, quantised, complex and integer tensors are torch's, and those of classes
-    that are not known.
+    that are not known; so are small ones where torch is faster.
     """
     return is_plain(input) and (
         (input.is_cpu or input.is_cuda or input.is_meta)
         and input.is_floating_point()
         and not input.is_nested
         and input.layout is torch.strided
+        and not (TORCH_MULTIPLIES_FLOAT32 and _is_small(input))
     )
+
+
+# On processors by Intel torch calls MKL for products in float32, which is faster than ours.
+TORCH_MULTIPLIES_FLOAT32 = is_by_intel() and torch.backends.mkl.is_available()
+# With few elements the host's time decides. Where the products are torch's, what is left of a
+# patched model decodes at 0.91 to 0.93 of stock (docs/dev/performance_notes.md, "Tiles of AMX").
+_FEW_ELEMENTS = 1 << 14
+
+
+def _is_small(input: torch.Tensor) -> bool:
+    few = input.is_cpu and input.numel() <= _FEW_ELEMENTS
+    return few and product_dtype(input) == torch.float32
+
+
+def product_dtype(input: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies an input of the CPU."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return input.dtype
 
 
 def empty_like_parameters(module: nn.Module) -> torch.Tensor:

@@ -18,18 +18,19 @@ from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
 from fusedops.integrations.hf.rules.rule import (
+    TORCH_MULTIPLIES_FLOAT32,
     FusionPlan,
     PatchRule,
     Refusal,
     always,
     bypass_obstacle,
     empty_like_parameters,
+    product_dtype,
     runs_here,
 )
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.rms_norm import rms_norm
-from fusedops.runtime.architecture import is_by_intel
 
 AS_FAST = "torch's own product is as fast here"
 
@@ -41,11 +42,11 @@ def own_product(input: torch.Tensor) -> bool:
     (``docs/dev/performance_notes.md``, "Decoding"), but for float32 on processors by Intel, where
     torch calls MKL. On a GPU it is torch's.
     """
-    return input.is_cpu and runs_here(input) and _product_dtype(input) in _SERVED
+    return input.is_cpu and runs_here(input) and product_dtype(input) in _SERVED
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_SERVED = _HALF if is_by_intel() and torch.backends.mkl.is_available() else (torch.float32, *_HALF)
+_SERVED = _HALF if TORCH_MULTIPLIES_FLOAT32 else (torch.float32, *_HALF)
 
 
 def torchs_product_is_faster(tensor: torch.Tensor) -> bool:
@@ -53,13 +54,7 @@ def torchs_product_is_faster(tensor: torch.Tensor) -> bool:
 
     ``tensor`` is the input, or a weight of its dtype.
     """
-    return tensor.is_cpu and _product_dtype(tensor) == torch.float32 not in _SERVED
-
-
-def _product_dtype(input: torch.Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    return input.dtype
+    return tensor.is_cpu and product_dtype(tensor) == torch.float32 not in _SERVED
 
 
 class _Qconfig:
