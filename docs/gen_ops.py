@@ -146,9 +146,10 @@ def _files(name: str) -> list[str]:
 
 
 _COLUMNS = """\
-* `variant`: `eager` is plain torch code, and `naive` the formula written out where `eager` is one
-  function of torch.
-* `of limit`: the speed as a share of the machine's limit for this call.
+* `variant`: `eager` is plain torch code, and `naive` the formula written out, where `eager` is a
+  fused function of torch.
+* `of limit`: the least time that the machine needs for the call, divided by the median time
+  ([limit](../benchmarks.md)).
 * `error (ulp)`: the largest error against float64, in rounding steps of the dtype."""
 
 
