@@ -115,7 +115,7 @@ def _page(spec: Spec) -> str:
         if (table := _measured(path))
     ]
     if tables:
-        parts += ["## Measured", *tables]
+        parts += ["## Measured", _COLUMNS, *tables]
     return "\n\n".join(parts) + "\n"
 
 
@@ -143,6 +143,14 @@ def _files(name: str) -> list[str]:
     )
     found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern.format(name))))
     return [str(path.relative_to(ROOT)) for path in found]
+
+
+_COLUMNS = """\
+* `variant`: `eager` is plain torch code, and `naive` the formula written out, where `eager` is a
+  fused function of torch.
+* `of limit`: the least time that the machine needs for the call, divided by the median time
+  ([limit](../benchmarks.md)).
+* `error (ulp)`: the largest error against float64, in rounding steps of the dtype."""
 
 
 def _measured(path: Path) -> str:

@@ -67,4 +67,4 @@ print("both generate the same tokens:", torch.equal(tokens, expected))
 # %%
 fusedops.unpatch(model)
 print(type(model.model.layers[0].mlp))
-model.save_pretrained("model")  # a patched model would write the same files
+model.save_pretrained("model")

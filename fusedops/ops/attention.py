@@ -111,6 +111,16 @@ def attention(
         >>> fusedops.attention(q, k, v, is_causal=True)
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
+
+        A padding mask ``[B, S]``, ``True`` for tokens, becomes ``[B, 1, 1, S]``:
+
+        >>> q, k, v = torch.randn(3, 2, 4, 5, 8)  # B = 2, H = 4, S = 5, D = 8
+        >>> mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None]
+        >>> sdpa = torch.nn.functional.scaled_dot_product_attention
+        >>> torch.testing.assert_close(fusedops.attention(q, k, v, mask), sdpa(q, k, v, mask))
+        >>> causal = torch.ones(5, 5, dtype=torch.bool).tril() & mask  # torch's needs one mask
+        >>> y = fusedops.attention(q, k, v, mask, is_causal=True)
+        >>> torch.testing.assert_close(y, sdpa(q, k, v, causal))
     """
     if not type(is_causal) is type(enable_gqa) is type(return_lse) is bool:
         checks.flag("attention", "is_causal", is_causal)

@@ -33,8 +33,8 @@ def rms_norm(
     Args:
         input: ``[..., *normalized_shape]``, any floating dtype, any strides.
         normalized_shape: sizes of the trailing dimensions.
-        weight: ``normalized_shape``, dtype of ``input`` (float32 is also accepted if that is a
-            half-precision dtype).
+        weight: ``normalized_shape``, dtype of ``input``; for an ``input`` in half precision also
+            float32.
         eps: added to the mean square; ``None`` is, as in torch, the ``eps`` of float32 (of float64
             for float64).
         weight_offset: added to the weight, in float32; 1 if a model stores ``weight - 1`` (Gemma).
