@@ -1,0 +1,233 @@
+"""Greedy generation by a Llama of 220 M parameters with random weights, one sequence.
+
+12 layers, 1024 wide, 16 heads, feed-forward 2816, 32,000 words, head not tied to the embedding.
+Prefill is the time from a prompt to its first new token; decoding that of ``STEPS`` tokens after it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from ways import Contest, Running, Way
+
+import fusedops
+from fusedops.generation import Decoder, stream
+from fusedops.models import load_huggingface
+
+WORDS, HEADS, LAYERS, HIDDEN, FEED_FORWARD = 32_000, 16, 12, 1024, 2816
+PROMPTS, DECODED, STEPS = (64, 512), 64, 32
+# What ``fusedops.quantize`` is asked for, and the type of llama.cpp that is compared with it.
+QUANTIZED = {"int8": "Q8_0", "int4": "Q4_0"}
+
+# Starts a generation of so many tokens: the first is there when the first ``next`` returns.
+Starter = Callable[[list[int], int], Iterator[Any]]
+
+
+def llama(dtype: torch.dtype) -> nn.Module:
+    """Return the model of transformers; the weights are the same in all processes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=HIDDEN,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-6,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def prompt(tokens: int) -> list[int]:
+    """Return a prompt of random tokens."""
+    return torch.randint(3, WORDS, (tokens,), generator=torch.Generator()).tolist()
+
+
+def running(start: Starter, logits: torch.Tensor, tokens: int, decoding: bool) -> Running:
+    """Return what times the prefill of a prompt, or the decoding after it."""
+    ids = prompt(tokens)
+    if not decoding:
+        return Running(lambda _: next(start(ids, 1)), [logits])
+
+    def prefilled() -> Iterator[Any]:
+        generation = start(ids, 1 + STEPS)
+        next(generation)
+        return generation
+
+    def decode(generation: Iterator[Any]) -> None:
+        for _ in range(STEPS):
+            next(generation)
+
+    return Running(decode, [logits], prefilled)
+
+
+def in_fusedops(
+    dtype: torch.dtype, tokens: int, decoding: bool, quantized: str | None = None
+) -> Running:
+    """Generate with ``fusedops.generation``."""
+    model = load_huggingface(llama(dtype))
+    if quantized is not None:
+        fusedops.quantize(model, quantized)  # type: ignore[attr-defined]
+    logits = Decoder(model, tokens).prefill([torch.tensor(prompt(tokens))])
+
+    def start(ids: list[int], new: int) -> Iterator[Any]:
+        return stream(model, ids, tokens=new)
+
+    return running(start, logits[0], tokens, decoding)
+
+
+
+def in_transformers(
+    dtype: torch.dtype, tokens: int, decoding: bool, patched: bool = False
+) -> Running:
+    """Generate with transformers: ``generate`` continues from the cache of a prefill."""
+    from transformers import DynamicCache
+
+    model = llama(dtype)
+    if patched:
+        fusedops.patch(model)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt(tokens)]), logits_to_keep=1).logits[0, -1]
+
+    def generate(ids: list[int], new: int, cache: Any = None) -> torch.Tensor:
+        rows = torch.tensor([ids])
+        return model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            past_key_values=cache,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    ids = prompt(tokens)
+    if not decoding:
+        return Running(lambda _: generate(ids, 1), [logits])
+
+    def prefilled() -> Any:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    following = [*ids, int(logits.argmax())]
+    return Running(lambda cache: generate(following, STEPS, cache), [logits], prefilled)
+
+
+def write_gguf(path: Path, kind: str) -> None:
+    """Write the model's weights as llama.cpp reads them; ``kind``: F32, BF16, Q8_0 or Q4_0.
+
+    Norms stay in float32, and the head in Q8_0 where the others have four bits.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(1024)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(WORDS)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>" for number in range(WORDS)])
+    writer.add_token_scores([0.0] * WORDS)
+    writer.add_token_types([gguf.TokenType.NORMAL] * WORDS)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    types = gguf.GGMLQuantizationType
+    for name, tensor in llama(torch.float32).state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # halves -> pairs of the rotation
+            tensor = tensor.view(HEADS, 2, -1, HIDDEN).transpose(1, 2).reshape(tensor.shape)
+        chosen = "F32" if tensor.dim() == 1 else kind
+        chosen = "Q8_0" if chosen == "Q4_0" and name == "lm_head.weight" else chosen
+        data = gguf.quants.quantize(tensor.numpy(), types[chosen])
+        writer.add_tensor(
+            names.get_name(name, (".weight",)) + ".weight", data, raw_dtype=types[chosen]
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def in_llama_cpp(kind: str, tokens: int, decoding: bool) -> Running:
+    """Generate with llama.cpp, through its Python package."""
+    from llama_cpp import Llama
+
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(path, kind)
+        model = Llama(
+            str(path),
+            n_ctx=1024,
+            n_threads=threads,
+            n_threads_batch=threads,
+            use_mmap=False,
+            verbose=False,
+        )
+    model.reset()
+    model.eval(prompt(tokens))
+    pointer = model._ctx.get_logits_ith(-1)
+    logits = torch.from_numpy(numpy.ctypeslib.as_array(pointer, shape=(WORDS,)).copy())
+
+    def start(ids: list[int], new: int) -> Iterator[Any]:
+        model.reset()
+        return model.generate(ids, temp=0.0, top_k=1)
+
+    return running(start, logits, tokens, decoding)
+
+
+def contests() -> list[Contest]:
+    """Return a contest for each prompt and dtype, and for weights of fewer bits."""
+    works = [(f"prefill of {tokens} tokens", tokens, False) for tokens in PROMPTS]
+    works.append((f"decoding of {STEPS} tokens after {DECODED}", DECODED, True))
+    found = []
+    for title, tokens, decoding in works:
+        for dtype, kind in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
+            decoder_ways = {
+                "fusedops": Way(partial(in_fusedops, dtype, tokens, decoding), "fusedops"),
+                "patched": Way(partial(in_transformers, dtype, tokens, decoding, True), "fusedops"),
+                "transformers": Way(
+                    partial(in_transformers, dtype, tokens, decoding), "transformers"
+                ),
+                "llama.cpp": _llama_cpp(kind, tokens, decoding),
+            }
+            reference = partial(_reference, tokens)
+            work = f"Llama of 220 M, {title}"
+            found.append(Contest(work, str(dtype)[6:], reference, decoder_ways, "fusedops"))
+        few = {
+            "fusedops, bfloat16": Way(
+                partial(in_fusedops, torch.bfloat16, tokens, decoding), "fusedops", dtype="bfloat16"
+            ),
+        }
+        for name, kind in QUANTIZED.items():
+            if hasattr(fusedops, "quantize"):
+                make = partial(in_fusedops, torch.bfloat16, tokens, decoding, name)
+                few[f"fusedops, {name}"] = Way(make, "fusedops", dtype=name)
+            few[f"llama.cpp, {kind}"] = _llama_cpp(kind, tokens, decoding)
+        ours = "fusedops, int8" if hasattr(fusedops, "quantize") else "fusedops, bfloat16"
+        found.append(Contest(work, "quantised", reference, few, ours))
+    return found
+
+
+def _llama_cpp(kind: str, tokens: int, decoding: bool) -> Way:
+    make = partial(in_llama_cpp, kind, tokens, decoding)
+    return Way(make, "llama-cpp-python", "llama-cpp-python", kind)
+
+
+def _reference(tokens: int) -> list[torch.Tensor]:
+    return list(in_transformers(torch.float32, tokens, False).outputs)
