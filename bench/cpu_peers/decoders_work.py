@@ -197,6 +197,7 @@ def contests() -> list[Contest]:
     works.append((f"decoding of {STEPS} tokens after {DECODED}", DECODED, True))
     found = []
     for title, tokens, decoding in works:
+        work = f"Llama of 220 M, {title}"
         for dtype, kind in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
             decoder_ways = {
                 "fusedops": Way(partial(in_fusedops, dtype, tokens, decoding), "fusedops"),
@@ -207,7 +208,6 @@ def contests() -> list[Contest]:
                 "llama.cpp": _llama_cpp(kind, tokens, decoding),
             }
             reference = partial(_reference, tokens)
-            work = f"Llama of 220 M, {title}"
             found.append(Contest(work, str(dtype)[6:], reference, decoder_ways, "fusedops"))
         few = {
             "fusedops, bfloat16": Way(

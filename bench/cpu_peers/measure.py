@@ -95,7 +95,8 @@ def run_contest(workers: Workers, kind: str, number: int, seconds: float) -> lis
             raise files.UserError(f"the reference of {contest.work} failed: {reason}")
         reference = torch.load(path)
         for name, way in contest.ways.items():
-            row = {"work": contest.work, "way": name, "dtype": way.dtype or contest.dtype}
+            row = {"work": contest.work, "contest": contest.dtype, "way": name}
+            row["dtype"] = way.dtype or contest.dtype
             rows.append(row)
             row |= workers.ask(way.process, make=[kind, number, name], to=path)
             if "reason" not in row:
@@ -194,11 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replaced_rows(before: list[Json], now: list[Json]) -> list[Json]:
-    """Return the rows of before, less those of a contest that was measured again, and the new."""
-    measured = {row["work"] for row in now}
-    dtypes = {row["dtype"] for row in now}
-    kept = [row for row in before if row["work"] not in measured or row["dtype"] not in dtypes]
-    return kept + now
+    """Return the rows of before, less those of contests that were measured again, and the new."""
+    measured = {(row["work"], row["contest"]) for row in now}
+    return [row for row in before if (row["work"], row["contest"]) not in measured] + now
 
 
 if __name__ == "__main__":

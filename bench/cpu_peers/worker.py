@@ -41,7 +41,7 @@ class Worker:
             running = self.running[name] = way.make()
             torch.save([each.detach().clone() for each in running.outputs], request["to"])
             self.seconds[name] = self._sample(name, 1)[0]
-            return {"version": f"{way.package} {metadata.version(way.package)}"}
+            return {"version": f"{way.package} {version(way.package)}"}
         if "reference" in request:
             kind, number = request["reference"]
             outputs = ways.contests(kind)[number].reference()
@@ -63,6 +63,11 @@ class Worker:
     def _sample(self, name: str, repeat: int) -> tuple[float, bool]:
         running = self.running[name]
         return CpuClock().sample(Variant(name, running.run, running.prepare), repeat)
+
+
+def version(package: str) -> str:
+    """Return the version of a package; fusedops runs from the source tree."""
+    return fusedops.__version__ if package == "fusedops" else metadata.version(package)
 
 
 def main() -> None:
