@@ -85,7 +85,6 @@ def in_fusedops(
     return running(start, logits[0], tokens, decoding)
 
 
-
 def in_transformers(
     dtype: torch.dtype, tokens: int, decoding: bool, patched: bool = False
 ) -> Running:
@@ -154,9 +153,8 @@ def write_gguf(path: Path, kind: str) -> None:
         chosen = "F32" if tensor.dim() == 1 else kind
         chosen = "Q8_0" if chosen == "Q4_0" and name == "lm_head.weight" else chosen
         data = gguf.quants.quantize(tensor.numpy(), types[chosen])
-        writer.add_tensor(
-            names.get_name(name, (".weight",)) + ".weight", data, raw_dtype=types[chosen]
-        )
+        place = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(place, data, raw_dtype=types[chosen])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -123,9 +123,7 @@ def in_openvino(work: Encoding, precision: str) -> Running:
 
     inputs = work.inputs()
     shapes = [tuple(each.shape) for each in inputs]
-    model = openvino.convert_model(
-        States(work.model()), example_input=inputs, input=shapes
-    )
+    model = openvino.convert_model(States(work.model()), example_input=inputs, input=shapes)
     options = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "NUM_STREAMS": 1,

@@ -131,12 +131,8 @@ def contests() -> list[Contest]:
     found = {
         "patched": Way(partial(step, patched=True), "fusedops"),
         "transformers, peft": Way(step, "peft"),
-        "bitsandbytes, NF4": Way(
-            partial(step, four), "bitsandbytes", "bitsandbytes", "NF4"
-        ),
-        "bitsandbytes, int8": Way(
-            partial(step, eight), "bitsandbytes", "bitsandbytes", "int8"
-        ),
+        "bitsandbytes, NF4": Way(partial(step, four), "bitsandbytes", "bitsandbytes", "NF4"),
+        "bitsandbytes, int8": Way(partial(step, eight), "bitsandbytes", "bitsandbytes", "int8"),
         "torchao, int8": Way(partial(step, with_torchao), "torchao", "torchao", "int8"),
     }
     if hasattr(fusedops, "quantize"):

@@ -4,8 +4,8 @@
     build/peers/bin/pip install -r bench/cpu_peers/requirements.txt
     PYTHONPATH=. build/peers/bin/python bench/cpu_peers/measure.py --kinds loss,encoders --record
 
-Each kind is measured alone and replaces its part of ``bench/results/<machine>/peers.json``. Weights
-are random, nothing is downloaded. Before anything is timed, the outputs of each way are compared
+Each contest replaces its rows of ``bench/results/<machine>/peers.json`` when it is done: a run that
+was interrupted goes on with ``--missing``. Weights are random, nothing is downloaded. Before anything is timed, the outputs of each way are compared
 with the same computation in float64 (decoders and LoRA: float32).
 """
 
@@ -115,9 +115,7 @@ def run_contest(workers: Workers, kind: str, number: int, seconds: float) -> lis
     return rows
 
 
-def take_turns(
-    workers: Workers, contest: ways.Contest, names: list[str], seconds: float
-) -> Timing:
+def take_turns(workers: Workers, contest: ways.Contest, names: list[str], seconds: float) -> Timing:
     """Take a sample of each way per round, in random order, for about ``seconds``."""
     timing = Timing({name: [] for name in names}, {name: [] for name in names}, LEAST)
     start, rounds = time.perf_counter(), 0
@@ -149,16 +147,26 @@ def describe(row: Json) -> str:
 
 
 def merged(record: Json, kind: str, part: Json) -> Json:
-    """Return a record with the rows of one kind replaced, each kind with its own provenance."""
-    kinds = {**record.get("kinds", {}), kind: part}
+    """Return a record with the contests of a part in the place of their earlier rows."""
+    kinds = dict(record.get("kinds", {}))
+    measured = {contest_of(row) for row in part["rows"]}
+    before = kinds.get(kind, {"rows": []})["rows"]
+    kept = [row for row in before if contest_of(row) not in measured]
+    kinds[kind] = part | {"rows": kept + part["rows"]}
     return {"kinds": {name: kinds[name] for name in ways.KINDS if name in kinds}}
 
 
+def contest_of(row: Json) -> tuple[str, str]:
+    """Return what tells the contests of a kind apart."""
+    return row["work"], row["contest"]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a line for each row, and write the JSON after each kind."""
+    """Measure, print a line for each row, and write the JSON after each contest."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kinds", default=",".join(ways.KINDS), help="comma-separated")
     parser.add_argument("--only", default="", help="contests whose work or dtype contains it")
+    parser.add_argument("--missing", action="store_true", help="contests without rows alone")
     parser.add_argument("--seconds", type=float, default=8.0, help="about how long per contest")
     parser.add_argument("--threads", type=int, default=2, help="of each way")
     parser.add_argument("--out", type=Path, default=Path("out"), help="output directory")
@@ -177,27 +185,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workers = Workers(options.threads)
         try:
             for kind in kinds:
-                rows: list[Json] = []
-                for number, contest in enumerate(ways.contests(kind)):
-                    if options.only in f"{contest.work}, {contest.dtype}":
-                        found = run_contest(workers, kind, number, options.seconds)
-                        print("\n".join(describe(row) for row in found), flush=True)
-                        rows += found
-                part = machine.provenance(device) | {"rows": rows}
                 record = files.read_json(target) if target.exists() else {}
-                if options.only and kind in record.get("kinds", {}):
-                    part["rows"] = replaced_rows(record["kinds"][kind]["rows"], rows)
-                files.write_json(target, merged(record, kind, part))
+                rows = record.get("kinds", {}).get(kind, {"rows": []})["rows"]
+                done = {contest_of(row) for row in rows} if options.missing else set()
+                for number, contest in enumerate(ways.contests(kind)):
+                    key = contest.work, contest.dtype
+                    if options.only not in ", ".join(key) or key in done:
+                        continue
+                    rows = run_contest(workers, kind, number, options.seconds)
+                    print("\n".join(describe(row) for row in rows), flush=True)
+                    part = machine.provenance(device) | {"rows": rows}
+                    record = merged(record, kind, part)
+                    files.write_json(target, record)
         finally:
             workers.close()
     print(f"wrote {target}", file=sys.stderr)
     return 0
-
-
-def replaced_rows(before: list[Json], now: list[Json]) -> list[Json]:
-    """Return the rows of before, less those of contests that were measured again, and the new."""
-    measured = {(row["work"], row["contest"]) for row in now}
-    return [row for row in before if (row["work"], row["contest"]) not in measured] + now
 
 
 if __name__ == "__main__":
