@@ -1,7 +1,7 @@
 """Greedy generation by a Llama of 220 M parameters with random weights, one sequence.
 
 12 layers, 1024 wide, 16 heads, feed-forward 2816, 32,000 words, head not tied to the embedding.
-Prefill is the time from a prompt to its first new token; decoding that of ``STEPS`` tokens after it.
+Prefill is the time from a prompt to its first new token, decoding that of ``STEPS`` more tokens.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ def prompt(tokens: int) -> list[int]:
     return torch.randint(3, WORDS, (tokens,), generator=torch.Generator()).tolist()
 
 
-def running(start: Starter, logits: torch.Tensor, tokens: int, decoding: bool) -> Running:
+def running(start: Starter, logits: torch.Tensor, tokens: int, steps: int) -> Running:
     """Return what times the prefill of a prompt, or the decoding after it."""
     ids = prompt(tokens)
-    if not decoding:
+    if not steps:
         return Running(lambda _: next(start(ids, 1)), [logits])
 
     def prefilled() -> Iterator[Any]:
-        generation = start(ids, 1 + STEPS)
+        generation = start(ids, 1 + steps)
         next(generation)
         return generation
 
     def decode(generation: Iterator[Any]) -> None:
-        for _ in range(STEPS):
+        for _ in range(steps):
             next(generation)
 
     return Running(decode, [logits], prefilled)
 
 
 def in_fusedops(
-    dtype: torch.dtype, tokens: int, decoding: bool, quantized: str | None = None
+    dtype: torch.dtype, tokens: int, steps: int, quantized: str | None = None
 ) -> Running:
     """Generate with ``fusedops.generation``."""
     model = load_huggingface(llama(dtype))
@@ -82,12 +82,10 @@ def in_fusedops(
     def start(ids: list[int], new: int) -> Iterator[Any]:
         return stream(model, ids, tokens=new)
 
-    return running(start, logits[0], tokens, decoding)
+    return running(start, logits[0], tokens, steps)
 
 
-def in_transformers(
-    dtype: torch.dtype, tokens: int, decoding: bool, patched: bool = False
-) -> Running:
+def in_transformers(dtype: torch.dtype, tokens: int, steps: int, patched: bool = False) -> Running:
     """Generate with transformers: ``generate`` continues from the cache of a prefill."""
     from transformers import DynamicCache
 
@@ -110,7 +108,7 @@ def in_transformers(
         )
 
     ids = prompt(tokens)
-    if not decoding:
+    if not steps:
         return Running(lambda _: generate(ids, 1), [logits])
 
     def prefilled() -> Any:
@@ -120,7 +118,7 @@ def in_transformers(
         return cache
 
     following = [*ids, int(logits.argmax())]
-    return Running(lambda cache: generate(following, STEPS, cache), [logits], prefilled)
+    return Running(lambda cache: generate(following, steps, cache), [logits], prefilled)
 
 
 def write_gguf(path: Path, kind: str) -> None:
@@ -161,7 +159,7 @@ def write_gguf(path: Path, kind: str) -> None:
     writer.close()
 
 
-def in_llama_cpp(kind: str, tokens: int, decoding: bool) -> Running:
+def in_llama_cpp(kind: str, tokens: int, steps: int) -> Running:
     """Generate with llama.cpp, through its Python package."""
     from llama_cpp import Llama
 
@@ -186,46 +184,37 @@ def in_llama_cpp(kind: str, tokens: int, decoding: bool) -> Running:
         model.reset()
         return model.generate(ids, temp=0.0, top_k=1)
 
-    return running(start, logits, tokens, decoding)
+    return running(start, logits, tokens, steps)
 
 
 def contests() -> list[Contest]:
-    """Return a contest for each prompt and dtype, and for weights of fewer bits."""
-    works = [(f"prefill of {tokens} tokens", tokens, False) for tokens in PROMPTS]
-    works.append((f"decoding of {STEPS} tokens after {DECODED}", DECODED, True))
+    """Return a contest for each prompt and dtype; weights of fewer bits run beside bfloat16."""
+    works = [(f"prefill of {tokens} tokens", tokens, 0) for tokens in PROMPTS]
+    works.append((f"decoding of {STEPS} tokens after {DECODED}", DECODED, STEPS))
     found = []
-    for title, tokens, decoding in works:
-        work = f"Llama of 220 M, {title}"
+    for title, tokens, steps in works:
         for dtype, kind in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
+            given = dtype, tokens, steps
             decoder_ways = {
-                "fusedops": Way(partial(in_fusedops, dtype, tokens, decoding), "fusedops"),
-                "patched": Way(partial(in_transformers, dtype, tokens, decoding, True), "fusedops"),
-                "transformers": Way(
-                    partial(in_transformers, dtype, tokens, decoding), "transformers"
-                ),
-                "llama.cpp": _llama_cpp(kind, tokens, decoding),
+                "fusedops": Way(partial(in_fusedops, *given), "fusedops"),
+                "patched": Way(partial(in_transformers, *given, True), "fusedops"),
+                "transformers": Way(partial(in_transformers, *given), "transformers"),
+                f"llama.cpp, {kind}": _llama_cpp(kind, tokens, steps),
             }
-            reference = partial(_reference, tokens)
-            found.append(Contest(work, str(dtype)[6:], reference, decoder_ways, "fusedops"))
-        few = {
-            "fusedops, bfloat16": Way(
-                partial(in_fusedops, torch.bfloat16, tokens, decoding), "fusedops", dtype="bfloat16"
-            ),
-        }
-        for name, kind in QUANTIZED.items():
-            if hasattr(fusedops, "quantize"):
-                make = partial(in_fusedops, torch.bfloat16, tokens, decoding, name)
-                few[f"fusedops, {name}"] = Way(make, "fusedops", dtype=name)
-            few[f"llama.cpp, {kind}"] = _llama_cpp(kind, tokens, decoding)
-        ours = "fusedops, int8" if hasattr(fusedops, "quantize") else "fusedops, bfloat16"
-        found.append(Contest(work, "quantised", reference, few, ours))
+            for name, kind in QUANTIZED.items() if dtype == torch.bfloat16 else ():
+                ours = f"fusedops, {name}" if hasattr(fusedops, "quantize") else "fusedops"
+                if ours != "fusedops":
+                    decoder_ways[ours] = Way(partial(in_fusedops, *given, name), "fusedops", name)
+                decoder_ways[f"llama.cpp, {kind}"] = _llama_cpp(kind, tokens, steps, ours)
+            work, reference = f"Llama of 220 M, {title}", partial(_reference, tokens)
+            found.append(Contest(work, str(dtype)[6:], reference, decoder_ways, "fusedops", steps))
     return found
 
 
-def _llama_cpp(kind: str, tokens: int, decoding: bool) -> Way:
-    make = partial(in_llama_cpp, kind, tokens, decoding)
-    return Way(make, "llama-cpp-python", "llama-cpp-python", kind)
+def _llama_cpp(kind: str, tokens: int, steps: int, ours: str = "fusedops") -> Way:
+    make = partial(in_llama_cpp, kind, tokens, steps)
+    return Way(make, "llama-cpp-python", kind, ours, process="llama-cpp-python")
 
 
 def _reference(tokens: int) -> list[torch.Tensor]:
-    return list(in_transformers(torch.float32, tokens, False).outputs)
+    return list(in_transformers(torch.float32, tokens, 0).outputs)

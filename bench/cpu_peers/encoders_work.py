@@ -151,13 +151,15 @@ def contests() -> list[Contest]:
                     "transformers": Way(partial(in_torch, work, dtype), "transformers"),
                     "torch.compile": Way(partial(in_torch, work, dtype, frozen)),
                     "zentorch": Way(
-                        partial(in_torch, work, dtype, zentorch), "zentorch", "zentorch"
+                        partial(in_torch, work, dtype, zentorch), "zentorch", process="zentorch"
                     ),
-                    "OpenVINO": Way(partial(in_openvino, work, short), "openvino", "openvino"),
+                    "OpenVINO": Way(
+                        partial(in_openvino, work, short), "openvino", process="openvino"
+                    ),
                 }
                 if dtype == torch.float32:
                     make = partial(in_onnxruntime, work)
-                    encoder_ways["ONNX Runtime"] = Way(make, "onnxruntime", "onnxruntime")
+                    encoder_ways["ONNX Runtime"] = Way(make, "onnxruntime", process="onnxruntime")
                 reference = partial(_reference, work)
                 title = f"{name} encoder, {batch} x {tokens} tokens"
                 found.append(Contest(title, str(dtype)[6:], reference, encoder_ways, "patched"))

@@ -136,7 +136,7 @@ def contests() -> list[Contest]:
                 "torch": Way(partial(_run, torchs, *sizes, dtype)),
                 "torch.compile": Way(partial(_run, torchs, *sizes, dtype, frozen)),
                 "zentorch": Way(
-                    partial(_run, torchs, *sizes, dtype, zentorch), "zentorch", "zentorch"
+                    partial(_run, torchs, *sizes, dtype, zentorch), "zentorch", process="zentorch"
                 ),
             }
             reference = partial(_reference, torchs, *sizes)

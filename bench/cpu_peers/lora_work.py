@@ -1,8 +1,8 @@
 """A step of LoRA on a Llama of 100 M parameters: frozen weights in bfloat16, or quantised.
 
-8 layers, 768 wide, 12 heads, feed-forward 2048, 32,000 words, random weights; adapters of rank 16 in
-float32 on all linear layers but the head (peft), 4 x 128 tokens, AdamW of torch. The loss and the
-gradients of the adapters are compared with those of the frozen model in float32.
+8 layers, 768 wide, 12 heads, feed-forward 2048, 32,000 words, random weights; adapters of rank 16
+in float32 on all linear layers but the head (peft), 4 x 128 tokens, AdamW of torch. The loss and
+the gradients of the adapters are compared with those of the frozen model in float32.
 """
 
 from __future__ import annotations
@@ -131,9 +131,13 @@ def contests() -> list[Contest]:
     found = {
         "patched": Way(partial(step, patched=True), "fusedops"),
         "transformers, peft": Way(step, "peft"),
-        "bitsandbytes, NF4": Way(partial(step, four), "bitsandbytes", "bitsandbytes", "NF4"),
-        "bitsandbytes, int8": Way(partial(step, eight), "bitsandbytes", "bitsandbytes", "int8"),
-        "torchao, int8": Way(partial(step, with_torchao), "torchao", "torchao", "int8"),
+        "bitsandbytes, NF4": Way(
+            partial(step, four), "bitsandbytes", "NF4", process="bitsandbytes"
+        ),
+        "bitsandbytes, int8": Way(
+            partial(step, eight), "bitsandbytes", "int8", process="bitsandbytes"
+        ),
+        "torchao, int8": Way(partial(step, with_torchao), "torchao", "int8", process="torchao"),
     }
     if hasattr(fusedops, "quantize"):
         for name in ("int8", "int4"):

@@ -5,8 +5,9 @@
     PYTHONPATH=. build/peers/bin/python bench/cpu_peers/measure.py --kinds loss,encoders --record
 
 Each contest replaces its rows of ``bench/results/<machine>/peers.json`` when it is done: a run that
-was interrupted goes on with ``--missing``. Weights are random, nothing is downloaded. Before anything is timed, the outputs of each way are compared
-with the same computation in float64 (decoders and LoRA: float32).
+was interrupted goes on with ``--missing``. Weights are random, nothing is downloaded. Before
+anything is timed, the outputs of each way are compared with the same computation in float64
+(decoders and LoRA: float32).
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def run_contest(workers: Workers, kind: str, number: int, seconds: float) -> lis
             raise files.UserError(f"the reference of {contest.work} failed: {reason}")
         reference = torch.load(path)
         for name, way in contest.ways.items():
-            row = {"work": contest.work, "contest": contest.dtype, "way": name}
-            row["dtype"] = way.dtype or contest.dtype
+            row = {"work": contest.work, "contest": contest.dtype, "tokens": contest.tokens}
+            row |= {"way": name, "dtype": way.dtype or contest.dtype}
+            row["ours"] = way.against or contest.ours
             rows.append(row)
             row |= workers.ask(way.process, make=[kind, number, name], to=path)
             if "reason" not in row:
@@ -109,8 +111,8 @@ def run_contest(workers: Workers, kind: str, number: int, seconds: float) -> lis
             continue
         spread = timing.spread(row["way"])
         row |= {"seconds": asdict(spread), "undisturbed": timing.trusted(row["way"])}
-        if contest.ours in timing.rounds:
-            row["ratio"] = asdict(timing.ratio(row["way"], contest.ours))
+        if row["ours"] in timing.rounds:
+            row["ratio"] = asdict(timing.ratio(row["way"], row["ours"]))
     workers.forget()
     return rows
 

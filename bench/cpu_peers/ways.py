@@ -34,8 +34,9 @@ class Way:
 
     make: Callable[[], Running]
     package: str = "torch"  # which package does it: its version is recorded
-    process: str = OWN_PROCESS  # which process it runs in
     dtype: str = ""  # where it is not that of the contest
+    against: str = ""  # which way of ours it is compared with, where it is not the contest's
+    process: str = OWN_PROCESS  # which process it runs in
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Contest:
     reference: Callable[[], Sequence[torch.Tensor]]  # the outputs in float64, or float32
     ways: dict[str, Way]
     ours: str  # which way the others are compared with
+    tokens: int = 0  # how many a run generates
 
 
 def contests(kind: str) -> list[Contest]:
