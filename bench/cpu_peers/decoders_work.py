@@ -76,7 +76,7 @@ def in_fusedops(
     """Generate with ``fusedops.generation``."""
     model = load_huggingface(llama(dtype))
     if quantized is not None:
-        fusedops.quantize(model, quantized)  # type: ignore[attr-defined]
+        fusedops.quantize(model, quantized)
     logits = Decoder(model, tokens).prefill([torch.tensor(prompt(tokens))])
 
     def start(ids: list[int], new: int) -> Iterator[Any]:

@@ -81,7 +81,7 @@ def with_torchao(model: Any) -> None:
 
 def with_fusedops(model: Any, name: str) -> None:
     """Quantise with fusedops."""
-    fusedops.quantize(model, name)  # type: ignore[attr-defined]
+    fusedops.quantize(model, name)
 
 
 def training_step(

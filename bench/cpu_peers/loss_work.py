@@ -54,7 +54,7 @@ def contests() -> list[Contest]:
                 "F.linear_cross_entropy, chunked": (lambda: chunked, "torch"),
             }
             loss_ways = {
-                name: Way(lambda make=make, s=size, d=dtype: _run(make(), s, d), package)  # type: ignore[misc]
+                name: Way(lambda make=make, s=size, d=dtype: _run(make(), s, d), package)
                 for name, (make, package) in losses.items()
             }
             tokens, hidden_size, classes = size

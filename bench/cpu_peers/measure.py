@@ -66,8 +66,8 @@ class Workers:
     def _start(self) -> subprocess.Popen[str]:
         count = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        root = str(HERE.parents[1])
-        environment = os.environ | dict.fromkeys(names, count) | {"PYTHONPATH": root}
+        path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | dict.fromkeys(names, count) | {"PYTHONPATH": path}
         command = [sys.executable, str(HERE / "worker.py")]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
