@@ -46,8 +46,11 @@ class Encoding:
         return ids, torch.ones_like(ids)
 
 
-SIZES = {"MiniLM": (6, 384), "e5-base": (12, 768)}
-BATCHES = ((1, 16), (1, 32), (1, 128), (8, 64), (32, 128))
+# name -> layers, hidden size and what is encoded: sequences x tokens
+SIZES = {
+    "MiniLM": (6, 384, ((1, 16), (1, 32), (1, 128), (8, 64), (32, 128))),
+    "e5-base": (12, 768, ((1, 32), (1, 128), (8, 64))),
+}
 
 
 class States(nn.Module):
@@ -142,8 +145,8 @@ def in_openvino(work: Encoding, precision: str) -> Running:
 def contests() -> list[Contest]:
     """Return a contest for each model, batch and dtype."""
     found = []
-    for name, (layers, hidden_size) in SIZES.items():
-        for batch, tokens in BATCHES:
+    for name, (layers, hidden_size, batches) in SIZES.items():
+        for batch, tokens in batches:
             work = Encoding(layers, hidden_size, batch, tokens)
             for dtype, short in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
                 encoder_ways = {
