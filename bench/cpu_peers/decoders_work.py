@@ -6,6 +6,7 @@ Prefill is the time from a prompt to its first new token, decoding that of ``STE
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +31,8 @@ QUANTIZED = {"int8": "Q8_0", "int4": "Q4_0"}
 Starter = Callable[[list[int], int], Iterator[Any]]
 
 
-def llama(dtype: torch.dtype) -> nn.Module:
+@functools.cache
+def llama(dtype: torch.dtype, patched: bool = False) -> nn.Module:
     """Return the model of transformers; the weights are the same in all processes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,7 +46,19 @@ def llama(dtype: torch.dtype) -> nn.Module:
         rms_norm_eps=1e-6,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(dtype).eval()
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    if patched:
+        fusedops.patch(model)
+    return model
+
+
+@functools.cache
+def transformer(dtype: torch.dtype, quantized: str | None) -> nn.Module:
+    """Return our model with the same weights."""
+    model = load_huggingface(llama(dtype))
+    if quantized is not None:
+        fusedops.quantize(model, quantized)
+    return model
 
 
 def prompt(tokens: int) -> list[int]:
@@ -74,9 +88,7 @@ def in_fusedops(
     dtype: torch.dtype, tokens: int, steps: int, quantized: str | None = None
 ) -> Running:
     """Generate with ``fusedops.generation``."""
-    model = load_huggingface(llama(dtype))
-    if quantized is not None:
-        fusedops.quantize(model, quantized)
+    model = transformer(dtype, quantized)
     logits = Decoder(model, tokens).prefill([torch.tensor(prompt(tokens))])
 
     def start(ids: list[int], new: int) -> Iterator[Any]:
@@ -89,9 +101,7 @@ def in_transformers(dtype: torch.dtype, tokens: int, steps: int, patched: bool =
     """Generate with transformers: ``generate`` continues from the cache of a prefill."""
     from transformers import DynamicCache
 
-    model = llama(dtype)
-    if patched:
-        fusedops.patch(model)
+    model = llama(dtype, patched)
     with torch.no_grad():
         logits = model(torch.tensor([prompt(tokens)]), logits_to_keep=1).logits[0, -1]
 
@@ -159,22 +169,22 @@ def write_gguf(path: Path, kind: str) -> None:
     writer.close()
 
 
-def in_llama_cpp(kind: str, tokens: int, steps: int) -> Running:
-    """Generate with llama.cpp, through its Python package."""
+@functools.cache
+def llama_cpp(kind: str) -> Any:
+    """Return the model of llama.cpp, whose cache of keys and values has its own default, F16."""
     from llama_cpp import Llama
 
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(path, kind)
-        model = Llama(
-            str(path),
-            n_ctx=1024,
-            n_threads=threads,
-            n_threads_batch=threads,
-            use_mmap=False,
-            verbose=False,
-        )
+        options = {"n_threads": threads, "n_threads_batch": threads, "use_mmap": False}
+        return Llama(str(path), n_ctx=1024, verbose=False, **options)
+
+
+def in_llama_cpp(kind: str, tokens: int, steps: int) -> Running:
+    """Generate with llama.cpp, through its Python package."""
+    model = llama_cpp(kind)
     model.reset()
     model.eval(prompt(tokens))
     pointer = model._ctx.get_logits_ith(-1)
