@@ -5,8 +5,8 @@
     PYTHONPATH=. build/peers/bin/python bench/cpu_peers/measure.py --kinds loss,encoders --record
 
 Each contest replaces its rows of ``bench/results/<machine>/peers.json`` when it is done: a run that
-was interrupted goes on with ``--missing``. Weights are random, nothing is downloaded. Before
-anything is timed, the outputs of each way are compared with the same computation in float64
+was interrupted or disturbed goes on with ``--missing``. Weights are random, nothing is downloaded.
+Before anything is timed, the outputs of each way are compared with the same computation in float64
 (decoders and LoRA: float32).
 """
 
@@ -163,12 +163,18 @@ def contest_of(row: Json) -> tuple[str, str]:
     return row["work"], row["contest"]
 
 
+def quiet(rows: list[Json]) -> set[tuple[str, str]]:
+    """Return the contests that nothing else on the machine disturbed."""
+    disturbed = {contest_of(row) for row in rows if not row.get("undisturbed", True)}
+    return {contest_of(row) for row in rows} - disturbed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line for each row, and write the JSON after each contest."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kinds", default=",".join(ways.KINDS), help="comma-separated")
     parser.add_argument("--only", default="", help="contests whose work or dtype contains it")
-    parser.add_argument("--missing", action="store_true", help="contests without rows alone")
+    parser.add_argument("--missing", action="store_true", help="all without undisturbed rows")
     parser.add_argument("--seconds", type=float, default=8.0, help="about how long per contest")
     parser.add_argument("--threads", type=int, default=2, help="of each way")
     parser.add_argument("--out", type=Path, default=Path("out"), help="output directory")
@@ -189,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for kind in kinds:
                 record = files.read_json(target) if target.exists() else {}
                 rows = record.get("kinds", {}).get(kind, {"rows": []})["rows"]
-                done = {contest_of(row) for row in rows} if options.missing else set()
+                done = quiet(rows) if options.missing else set()
                 for number, contest in enumerate(ways.contests(kind)):
                     key = contest.work, contest.dtype
                     if options.only not in ", ".join(key) or key in done:
