@@ -408,9 +408,12 @@ def _peer_lines(rows: list[dict[str, Any]]) -> list[str]:
         if "reason" in row:
             lines.append(f"| {' | '.join(cells)} | {row['reason']} | {_peer_time(own)} | | |")
             continue
-        ratio = row.get("ratio")
-        spread = f"{ratio['median']:.2f} ({ratio['q1']:.2f}-{ratio['q3']:.2f})" if ratio else ""
-        cells += [_peer_time(row), _peer_time(own), spread, f"{row['difference']:.0e}"]
+        ratio, shown = row.get("ratio"), ""
+        if ratio is not None:
+            shown = f"{ratio['median']:.2f}"
+            if ratio["count"] > 2:
+                shown += f" ({ratio['q1']:.2f}-{ratio['q3']:.2f})"
+        cells += [_peer_time(row), _peer_time(own), shown, f"{row['difference']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -422,7 +425,8 @@ def _peer_time(row: dict[str, Any]) -> str:
     seconds, doubt = row["seconds"]["median"], "" if row["undisturbed"] else " ?"
     if row["tokens"]:
         return f"{row['tokens'] / seconds:.1f} tokens/s{doubt}"
-    return f"{seconds * 1e3:.3g} ms{doubt}"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:{'.0f' if milliseconds >= 100 else '.3g'}} ms{doubt}"
 
 
 def share_of_limit(share: str) -> str:

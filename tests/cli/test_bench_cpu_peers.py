@@ -101,7 +101,7 @@ def test_table_names_slower_ours_and_missing_peers(
     tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def timed(seconds: float, ratio: float) -> dict[str, object]:
-        spread = {"median": ratio, "q1": ratio - 0.1, "q3": ratio + 0.1}
+        spread = {"median": ratio, "q1": ratio - 0.1, "q3": ratio + 0.1, "count": 5}
         return {
             "seconds": {"median": seconds},
             "ratio": spread,
