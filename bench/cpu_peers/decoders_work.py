@@ -57,7 +57,7 @@ def transformer(dtype: torch.dtype, quantized: str | None) -> nn.Module:
     """Return our model with the same weights."""
     model = load_huggingface(llama(dtype))
     if quantized is not None:
-        fusedops.quantize(model, quantized)
+        fusedops.quantize(model, quantized, head="int8")
     return model
 
 

@@ -79,13 +79,8 @@ def with_torchao(model: Any) -> None:
     quantize_(model.model, Int8WeightOnlyConfig())
 
 
-def with_fusedops(model: Any, name: str) -> None:
-    """Quantise with fusedops."""
-    fusedops.quantize(model, name)
-
-
 def training_step(
-    dtype: torch.dtype, change: Callable[[Any], None] | None = None, patched: bool = False
+    dtype: torch.dtype, change: Callable[[Any], object] | None = None, patched: bool = False
 ) -> Running:
     """Return the step; ``change`` quantises the model in place before it gets adapters."""
     import peft
@@ -128,21 +123,22 @@ def contests() -> list[Contest]:
     """Return one contest: all ways train adapters of the same model."""
     step = partial(training_step, torch.bfloat16)
     four, eight = partial(with_bitsandbytes, bits=4), partial(with_bitsandbytes, bits=8)
-    found = {
-        "patched": Way(partial(step, patched=True), "fusedops"),
-        "transformers, peft": Way(step, "peft"),
-        "bitsandbytes, NF4": Way(
-            partial(step, four), "bitsandbytes", "NF4", process="bitsandbytes"
-        ),
-        "bitsandbytes, int8": Way(
-            partial(step, eight), "bitsandbytes", "int8", process="bitsandbytes"
-        ),
-        "torchao, int8": Way(partial(step, with_torchao), "torchao", "int8", process="torchao"),
-    }
+    found = {"patched": Way(partial(step, patched=True), "fusedops")}
+    ours = dict.fromkeys(("int8", "nf4"), "patched")
     if hasattr(fusedops, "quantize"):
-        for name in ("int8", "int4"):
-            make = partial(step, partial(with_fusedops, name=name), patched=True)
-            found[f"patched, {name}"] = Way(make, "fusedops", dtype=name)
+        for name in ours:
+            ours[name] = f"patched, {name}"
+            make = partial(step, partial(fusedops.quantize, weights=name), patched=True)
+            found[ours[name]] = Way(make, "fusedops", name)
+    peer = partial(Way, package="bitsandbytes", process="bitsandbytes")
+    found |= {
+        "transformers, peft": Way(step, "peft"),
+        "bitsandbytes, NF4": peer(partial(step, four), dtype="nf4", against=ours["nf4"]),
+        "bitsandbytes, int8": peer(partial(step, eight), dtype="int8", against=ours["int8"]),
+        "torchao, int8": Way(
+            partial(step, with_torchao), "torchao", "int8", ours["int8"], process="torchao"
+        ),
+    }
     work = f"LoRA step of a Llama of 105 M, {BATCH} x {TOKENS} tokens"
     return [Contest(work, "bfloat16", _reference, found, "patched")]
 
