@@ -67,6 +67,8 @@ def main() -> None:
     page.write_text(replaced(text, "types", results.types_table()))
     page = ROOT / "docs" / "half_precision.md"
     page.write_text(replaced(page.read_text(), "products", results.products_table()))
+    page = ROOT / "docs" / "peers.md"
+    page.write_text(replaced(page.read_text(), "peers", results.peers_table()))
     page = ROOT / "docs" / "compile.md"
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():

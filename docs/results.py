@@ -365,6 +365,70 @@ def products_table() -> str:
     return "\n\n".join(blocks)
 
 
+def peers_table() -> str:
+    """Return the times of CPU peers beside ours, a table for each machine and kind of work."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/peers.json")):
+        kinds: dict[str, Any] = json.loads(path.read_text())["kinds"]
+        for kind, part in kinds.items():
+            contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
+            for row in part["rows"]:
+                contests.setdefault((row["work"], row["contest"]), []).append(row)
+            blocks.append(
+                f"### {_PEERS[kind]}\n\n{_PROCESSORS[path.parent.name]}, "
+                f"{part['machine']['threads']} threads, {part['created'][:10]}:\n\n"
+                "| work | peer | dtype | peer's time | ours | ratio (quartiles) | difference |\n"
+                "|---|---|---|---:|---:|---:|---:|"
+            )
+            lines = [line for rows in contests.values() for line in _peer_lines(rows)]
+            blocks[-1] += "\n" + "\n".join(lines)
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+_PEERS = {
+    "loss": "Loss heads",
+    "layers": "Layers in inference",
+    "encoders": "Encoders",
+    "decoders": "Generation",
+    "lora": "Training with quantised weights",
+}
+
+
+def _peer_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of one contest: a peer each, without the way of ours that all meet."""
+    by_way = {row["way"]: row for row in rows}
+    lines = []
+    for row in rows:
+        own = by_way[row["ours"]]
+        if row is own:
+            continue
+        peer = row["way"] + (f" ({row['version']})" if "version" in row else "")
+        dtype = row["dtype"] + (f", ours {own['dtype']}" if own["dtype"] != row["dtype"] else "")
+        cells = [row["work"], peer, dtype]
+        if "reason" in row:
+            lines.append(f"| {' | '.join(cells)} | {row['reason']} | {_peer_time(own)} | | |")
+            continue
+        ratio, shown = row.get("ratio"), ""
+        if ratio is not None:
+            shown = f"{ratio['median']:.2f}"
+            if ratio["count"] > 2:
+                shown += f" ({ratio['q1']:.2f}-{ratio['q3']:.2f})"
+        cells += [_peer_time(row), _peer_time(own), shown, f"{row['difference']:.0e}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _peer_time(row: dict[str, Any]) -> str:
+    """Return the median: tokens per second where tokens are generated; ``?``: disturbed."""
+    if "seconds" not in row:
+        return row.get("reason", "")
+    seconds, doubt = row["seconds"]["median"], "" if row["undisturbed"] else " ?"
+    if row["tokens"]:
+        return f"{row['tokens'] / seconds:.1f} tokens/s{doubt}"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:{'.0f' if milliseconds >= 100 else '.3g'}} ms{doubt}"
+
+
 def share_of_limit(share: str) -> str:
     """Return the share of the machine's limit in percent; empty where that is no limit.
 
