@@ -35,7 +35,7 @@ from fusedops.models.forward_context import (
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
-from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
+from fusedops.nn import BalancingBias, LinearAct, MoE, QuantizedLinear, RMSNorm
 
 
 class Loss(NamedTuple):
@@ -368,6 +368,24 @@ class Transformer(nn.Module):
         if labels is None:
             return output
         return Loss(output, (labels != IGNORE_INDEX).sum(), auxiliary)
+
+    def quantize_head(self, format: str, group: int) -> tuple[torch.Tensor, QuantizedLinear]:
+        """Quantise the projection on the vocabulary; a tied embedding keeps its own weight.
+
+        Args:
+            format: of ``fusedops.nn.QuantizedLinear``.
+            group: inputs that share a scale.
+
+        Returns:
+            The weight before, and the quantised projection.
+        """
+        head = self.head
+        weight: Any = self.embedding.tokens.weight if self.config.tied else head.weight
+        linear = LinearAct(weight.shape[1], weight.shape[0], False, "meta")
+        linear.weight, linear.bias = weight, head.bias
+        head.quantized = QuantizedLinear.of(linear, format=format, group=group)
+        head.weight = None
+        return weight, head.quantized
 
     def make_context(
         self,

@@ -9,7 +9,10 @@ from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import LinearAct
+from fusedops.nn.quantized_linear import QuantizedLinear
+from fusedops.ops.linear_act import activate
 from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.swiglu import swiglu
 
 
 class GatedMLP(nn.Module):
@@ -71,6 +74,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., hidden_size]`` for ``[..., hidden_size]``."""
+        if isinstance(self.gate_proj, QuantizedLinear):
+            gate = self.gate_proj(input)
+            if self.activation == "silu":
+                return self.down_proj(swiglu(gate, self.up_proj(input)))
+            return self.down_proj(activate(gate, self.activation) * self.up_proj(input))
         if self.gate_proj.bias is None:
             gate, up = self.gate_proj.weight, self.up_proj.weight
             return self.down_proj(linear_glu(input, gate, up, activation=self.activation))
