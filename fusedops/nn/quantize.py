@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -231,7 +231,7 @@ def _obstacle(
     if module is protected:
         return "output head"
     for pattern in patterns:
-        if fnmatchcase(name, pattern):
+        if fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern):
             return f"skip: {pattern}"
     if isinstance(module, QuantizedLinear):
         return "already quantised"
@@ -268,7 +268,10 @@ def _quantize_head(model: Any, format: str, group: int) -> dict[str, QuantizedRe
         expected = "None: only a fusedops.models.Transformer has a head with a format of its own"
         checks.fail("quantize", "head", expected, format)
     weight, layer = make(format, group)
-    return {"head": _entry("head", weight, layer)}
+    entry = _entry("head", weight, layer)
+    if any(weight is parameter for parameter in model.parameters()):  # a tied embedding stays
+        entry = replace(entry, bytes_before=0)
+    return {"head": entry}
 
 
 def _kept(model: nn.Module, name: str, parameter: torch.Tensor) -> str:

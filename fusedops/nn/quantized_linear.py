@@ -49,7 +49,7 @@ class QuantizedLinear(nn.Linear):
     Example:
         >>> import torch, fusedops
         >>> fusedops.nn.QuantizedLinear.of(torch.nn.Linear(64, 32), format="nf4", group=64)
-        QuantizedLinear(in_features=64, out_features=32, bias=True, format=nf4, group=64)
+        QuantizedLinear(in_features=64, out_features=32, bias=True, format='nf4', group=64)
     """
 
     qweight: torch.Tensor

@@ -78,7 +78,8 @@ def quantized_linear(
     checks.tensor(_NAME, "input", input)
     if input.dim() == 0:
         checks.fail(_NAME, "input", "a tensor with at least one dimension", "a scalar")
-    checks.tensor(_NAME, "qweight", qweight)
+    if not isinstance(qweight, torch.Tensor):
+        checks.fail_type(_NAME, "qweight", "a torch.Tensor", qweight)
     checks.tensor(_NAME, "scales", scales)
     checks.choice(_NAME, "format", format, FORMATS)
     if scales.requires_grad:

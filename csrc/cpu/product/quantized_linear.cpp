@@ -61,8 +61,7 @@ at::Tensor forward(const at::Tensor& input, const at::Tensor& qweight, const at:
 }
 
 std::tuple<at::Tensor, at::Tensor> backward(const Optional& grad_output, const at::Tensor& qweight,
-                                            const at::Tensor& scales, const Optional& bias,
-                                            int64_t in_features, int64_t out_features,
+                                            const at::Tensor& scales, int64_t in_features, int64_t out_features,
                                             std::string_view format, int64_t group,
                                             std::array<bool, 2> output_mask) {
   const auto grad = grad_output->contiguous(), rows = as_rows(grad);
