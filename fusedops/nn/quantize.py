@@ -182,14 +182,14 @@ def quantize(
             reasons |= {id(parameter): reason for parameter in module.parameters()}
             continue
         if isinstance(module, MLP):
-            replacement = QuantizedMLP.of(module, format=weights, group=group)
-            for part, weight in (("up", module.w1), ("down", module.w2)):
-                layer = getattr(replacement, part)
-                entries[f"{name}.{part}"] = _entry(f"{name}.{part}", weight, layer)
+            mlp = QuantizedMLP.of(module, format=weights, group=group)
+            entries[f"{name}.up"] = _entry(f"{name}.up", module.w1, mlp.up)
+            entries[f"{name}.down"] = _entry(f"{name}.down", module.w2, mlp.down)
+            parent._modules[key] = mlp
         else:
-            replacement = QuantizedLinear.of(module, format=weights, group=group)
-            entries[name] = _entry(name, module.weight, replacement)
-        parent._modules[key] = replacement
+            layer = QuantizedLinear.of(module, format=weights, group=group)
+            entries[name] = _entry(name, module.weight, layer)
+            parent._modules[key] = layer
     if head is not None:
         entries |= _quantize_head(model, head, group)
     for name, parameter in model.named_parameters():

@@ -177,11 +177,13 @@ class QuantizedMLP(nn.Module):
     @classmethod
     def of(cls, mlp: MLP, *, format: str = "int4", group: int = 128) -> QuantizedMLP:
         """Return an ``MLP`` with its weights rounded; arguments as of ``QuantizedLinear.of``."""
-        layers = []
-        for weight, bias in ((mlp.w1, mlp.b1), (mlp.w2, mlp.b2)):
-            layer = LinearAct(weight.shape[1], weight.shape[0], False, "meta")
-            layer.weight, layer.bias = weight, bias
-            layers.append(QuantizedLinear.of(layer, format=format, group=group))
+
+        def layer(weight: nn.Parameter, bias: nn.Parameter | None) -> QuantizedLinear:
+            linear = LinearAct(weight.shape[1], weight.shape[0], False, "meta")
+            linear.weight, linear.bias = weight, bias
+            return QuantizedLinear.of(linear, format=format, group=group)
+
+        layers = layer(mlp.w1, mlp.b1), layer(mlp.w2, mlp.b2)
         return cls(*layers, mlp.activation).train(mlp.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -131,6 +131,7 @@ _OP = define_op(
     "(Tensor input, Tensor qweight, Tensor scales, Tensor? bias, SymInt in_features,"
     " SymInt out_features, str format, int group) -> (Tensor output)",
     contract={
+        "group": "group >= 0 and group % 8 == 0",
         "input": "T [*rows, in_features]",
         "depth": '4 if format == "int8" else 8',
         "blocks": "(out_features + 15) // 16",
@@ -141,7 +142,6 @@ _OP = define_op(
         "scales": "mixed(T) [blocks, groups, 16]",
         "bias": "T [out_features]",
         "format": tuple(FORMATS),
-        "group": "group >= 0 and group % 8 == 0",
     },
     reference=_reference,
     gradient=Gradient(

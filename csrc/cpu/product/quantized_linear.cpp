@@ -61,9 +61,9 @@ at::Tensor forward(const at::Tensor& input, const at::Tensor& qweight, const at:
 }
 
 std::tuple<at::Tensor, at::Tensor> backward(const Optional& grad_output, const at::Tensor& qweight,
-                                            const at::Tensor& scales, int64_t in_features, int64_t out_features,
-                                            std::string_view format, int64_t group,
-                                            std::array<bool, 2> output_mask) {
+                                            const at::Tensor& scales, int64_t in_features,
+                                            int64_t out_features, std::string_view format,
+                                            int64_t group, std::array<bool, 2> output_mask) {
   const auto grad = grad_output->contiguous(), rows = as_rows(grad);
   at::Tensor grad_input, grad_bias;
   if (output_mask[0]) {

@@ -299,9 +299,9 @@ void gradient_strips(const QuantizedGradient& a) {
     dequantize(w, 0, outputs / kBlockOutputs, column / depth, ceil_div(column + count, depth),
                strip, stride);
     const StripOutput output{a.grad_input, w.in_features, column, nullptr};
-    GemmCall call{a.rows,   count,
-                  w.out_features, {a.grad_output, w.out_features, 1},
-                  {strip, 1, stride}, a.dtype};
+    GemmCall call{
+        a.rows, count, w.out_features, {a.grad_output, w.out_features, 1}, {strip, 1, stride},
+        a.dtype};
     call.store = store_strip<T>;
     call.context = &output;
     gemm(call);
