@@ -11,7 +11,7 @@ from fusedops._core import checks
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.ops._quantized_weights import FORMATS, dequantize
-from fusedops.ops.linear_act import bias_gradient
+from fusedops.ops.linear_act import bias_gradient, check_parameter
 
 _NAME = "quantized_linear"
 
@@ -57,7 +57,7 @@ def quantized_linear(
         Products accumulate in float32 (float64 for float64). The weight has no gradient; the
         gradients of input and bias are those of the dequantised weight. Half precision rounds the
         weight, or its codes, to the dtype of ``input``, so that the products use the units of
-        bfloat16. On the CPU up to 16 rows read the packed weight in registers; more rows multiply
+        bfloat16. On the CPU up to 32 rows read the packed weight in registers; more rows multiply
         by dequantised strips, whose sums are rounded in another order. Saves the packed weight
         alone. On a GPU the weight is dequantised by torch in every call. Under autocast input,
         scales and bias are cast.
@@ -78,9 +78,12 @@ def quantized_linear(
     checks.tensor(_NAME, "input", input)
     if input.dim() == 0:
         checks.fail(_NAME, "input", "a tensor with at least one dimension", "a scalar")
-    if not isinstance(qweight, torch.Tensor):
-        checks.fail_type(_NAME, "qweight", "a torch.Tensor", qweight)
+    checks.index_tensor(_NAME, "qweight", qweight, dtypes=(torch.uint8,))
     checks.tensor(_NAME, "scales", scales)
+    if bias is not None:
+        check_parameter(_NAME, "bias", bias, input)
+    checks.integer(_NAME, "out_features", out_features, least=0)
+    checks.integer(_NAME, "group", group, least=0)
     checks.choice(_NAME, "format", format, FORMATS)
     if scales.requires_grad:
         checks.fail(_NAME, "scales", "frozen", "a tensor that requires a gradient")

@@ -23,7 +23,7 @@ enum class WeightFormat { int8, int4, nf4 };
 inline constexpr int64_t kBlockOutputs = 16;
 inline constexpr int64_t kLineBytes = 64;
 // Up to here the weight is decoded in registers, above it is dequantised for the matrix engine.
-inline constexpr int64_t kMostDecodedRows = 16;
+inline constexpr int64_t kMostDecodedRows = 32;
 
 constexpr int64_t line_depth(WeightFormat format) {
   return format == WeightFormat::int8 ? 4 : 8;

@@ -81,21 +81,23 @@ struct PairLines {
 #endif
 
 // sums[row][16] of one block of outputs. Few rows have several chains of sums, so that one waits
-// less for the multiply-add before.
+// less for the multiply-add before. All loops over the chains are unrolled, else g++ stores each
+// chain after each step.
 template <typename Lines, int kRows>
 void multiply_block(const Lines& lines, const QuantizedWeight& w, int64_t block,
                     const typename Lines::X* x, int64_t stride, float* sums) {
   constexpr int kChains = kRows == 1 ? 4 : kRows <= 4 ? 2 : 1;
   const int64_t depth = line_depth(w.format), lines_of_group = w.group / depth;
   const uint8_t* codes = w.codes + block * w.lines * kLineBytes;
-  Floats totals[kParts][kRows];
+  Floats totals[kParts][kRows];  // on the stack: read once a group
   for (auto& part : totals) std::fill(part, part + kRows, Floats(0.0f));
   for (int64_t group = 0; group < w.groups; ++group) {
     const int64_t first = group * lines_of_group;
     const int64_t last = std::min(w.lines, first + lines_of_group);
     for (int part = 0; part < kParts; ++part) {
-      Floats chains[kRows][kChains];
-      for (auto& row : chains) std::fill(row, row + kChains, Floats(0.0f));
+      Floats chains[kRows * kChains];
+#pragma GCC unroll 8
+      for (Floats& chain : chains) chain = Floats(0.0f);
       for (int64_t line = first; line < last; ++line) {
         const uint8_t* from = codes + line * kLineBytes;
         if (part == 0) __builtin_prefetch(from + kPrefetchBytes);
@@ -104,15 +106,17 @@ void multiply_block(const Lines& lines, const QuantizedWeight& w, int64_t block,
           const auto weights = lines.decode(from, part, step);
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row) {
-            Floats& chain = chains[row][step % kChains];
+            Floats& chain = chains[row * kChains + step % kChains];
             chain = Lines::multiply_add(weights, x + row * stride + line * depth, step, chain);
           }
         }
       }
       const Floats scale = scales_of(w, block, group, part);
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        Floats sum = chains[row][0];
-        for (int chain = 1; chain < kChains; ++chain) sum = sum + chains[row][chain];
+        Floats sum = chains[row * kChains];
+#pragma GCC unroll 4
+        for (int chain = 1; chain < kChains; ++chain) sum = sum + chains[row * kChains + chain];
         totals[part][row] = at::vec::fmadd(sum, scale, totals[part][row]);
       }
     }
