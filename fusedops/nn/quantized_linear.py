@@ -15,7 +15,7 @@ from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.mlp import MLP
 from fusedops.ops import _quantized_weights as packed
 from fusedops.ops.linear_act import activate
-from fusedops.ops.quantized_linear import quantized_linear
+from fusedops.ops.quantized_linear import OPERATOR
 
 
 class QuantizedLinear(nn.Linear):
@@ -135,15 +135,12 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]`` for ``[..., in_features]``."""
         scales = self.scales.double() if input.dtype == torch.float64 else self.scales
-        return quantized_linear(
-            input,
-            self.qweight,
-            scales,
-            self.bias,
-            out_features=self.out_features,
-            format=self.format,
-            group=self.group,
+        # The operator itself: its contract checks the input, and the rest is the module's own.
+        features = (self.in_features, self.out_features)
+        output: torch.Tensor = OPERATOR(
+            input, self.qweight, scales, self.bias, *features, self.format, self.group
         )
+        return output
 
     def extra_repr(self) -> str:
         """Return torch's line, the format and the group."""

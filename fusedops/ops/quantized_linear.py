@@ -87,7 +87,7 @@ def quantized_linear(
     checks.choice(_NAME, "format", format, FORMATS)
     if scales.requires_grad:
         checks.fail(_NAME, "scales", "frozen", "a tensor that requires a gradient")
-    return _OP(input, qweight, scales, bias, input.shape[-1], out_features, format, group)
+    return OPERATOR(input, qweight, scales, bias, input.shape[-1], out_features, format, group)
 
 
 def _weight(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _shard_backward(grad_output: Any) -> list[Sharding]:
     return rules
 
 
-_OP = define_op(
+OPERATOR = define_op(
     _NAME,
     "(Tensor input, Tensor qweight, Tensor scales, Tensor? bias, SymInt in_features,"
     " SymInt out_features, str format, int group) -> (Tensor output)",
