@@ -15,7 +15,7 @@ from fusedops.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from fusedops.nn.mlp import MLP
 from fusedops.nn.moe import MoE
 from fusedops.nn.multihead_attention import MultiheadAttention
-from fusedops.nn.quantized_linear import QuantizedLinear, QuantizedMLP
+from fusedops.nn.quantized_linear import QuantizedLinear
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.nn.transformer_layer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -33,7 +33,6 @@ __all__ = [
     "MoE",
     "MultiheadAttention",
     "QuantizedLinear",
-    "QuantizedMLP",
     "RMSNorm",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",

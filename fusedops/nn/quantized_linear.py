@@ -134,6 +134,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        checks.tensor("quantized_linear", "input", input)
         scales = self.scales.double() if input.dtype == torch.float64 else self.scales
         # The operator itself: its contract checks the input, and the rest is the module's own.
         features = (self.in_features, self.out_features)
@@ -195,5 +196,6 @@ class QuantizedMLP(nn.Module):
 
 def check_group(op: str, group: Any) -> None:
     """Raise unless ``group`` is a number of inputs that may share a scale."""
-    if isinstance(group, bool) or not isinstance(group, int) or group < 0 or group % 8:
+    checks.integer(op, "group", group, least=0)
+    if group % 8:
         checks.fail(op, "group", "0 or a positive multiple of 8", group)

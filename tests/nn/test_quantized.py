@@ -13,7 +13,8 @@ from torch import nn
 
 import fusedops
 from fusedops.models import Transformer, preset
-from fusedops.nn import LinearAct, QuantizedLinear, QuantizedMLP
+from fusedops.nn import LinearAct, QuantizedLinear
+from fusedops.nn.quantized_linear import QuantizedMLP
 from fusedops.ops import _quantized_weights as packed
 
 FORMATS = tuple(packed.FORMATS)
