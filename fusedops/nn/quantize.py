@@ -149,8 +149,8 @@ def quantize(
 
     Raises:
         TypeError: ``model`` is no module, or ``skip`` is a string.
-        ValueError: ``weights``, ``group`` or ``head`` is wrong, no layer was quantised, or a weight
-            is not finite; layers before it are then already replaced.
+        ValueError: ``weights``, ``group`` or ``head`` is wrong, the model is patched, no layer was
+            quantised, or a weight is not finite; layers before it are then already replaced.
 
     Note:
         Weights that stay: embeddings, experts that are one parameter of three dimensions, tied and
@@ -172,6 +172,9 @@ def quantize(
         checks.choice(op, "head", head, FORMATS)
     if isinstance(skip, str):
         checks.fail_type(op, "skip", "a list of patterns", skip)
+    if any(hasattr(type(module), "fused_rule") for module in model.modules()):
+        expected = "a model that is not patched: quantise before patch, or call unpatch first"
+        checks.fail(op, "model", expected, "a patched one")
     entries: dict[str, QuantizedReport] = {}
     reasons: dict[int, str] = {}
     patterns = SKIPPED if skip is None else tuple(skip)

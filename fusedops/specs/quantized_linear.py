@@ -48,8 +48,7 @@ def _with_scaled_sums(
     """The same with the scales applied to the sums of the groups."""
     features = input.shape[-1]
     if features == 0:
-        options = {"out_features": out_features, "format": format, "group": group}
-        return _eager(input, qweight, scales, bias, **options)
+        return F.linear(input, scales.new_zeros(out_features, 0, dtype=input.dtype), bias)
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     codes = values_of(unpack(qweight, format, out_features, features), format).to(wide)
     scales_NG = scales.to(wide).transpose(1, 2).flatten(0, 1)[:out_features]

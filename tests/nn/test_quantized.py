@@ -172,6 +172,8 @@ def test_patch_leaves_quantised_layers_and_says_so() -> None:
     before = model(x)
     report = fusedops.patch(model)
     assert report["0"].reason and not report["0"].replaced
+    with pytest.raises(ValueError, match="unpatch"):
+        fusedops.quantize(model)
     assert_close(model(x), before.double(), before, depth=96)
 
 
