@@ -93,6 +93,7 @@ def load(
             loaded = _from_run(folder, ranks, layout, dtype, tokenizer, step)
         if weights is None:
             return loaded
+        loaded.engine.model.join_projections()
         return replace(loaded, quantization=quantize(loaded.engine.model, weights, head="int8"))
     except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None

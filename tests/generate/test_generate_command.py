@@ -80,6 +80,7 @@ def test_quantised_weights_are_reported(folders: tuple[str, str]) -> None:
     assert done.exit_code == 0, done.output
     assert "MiB before" in done.stderr and "largest relative error" in done.stderr
     model = load_huggingface(export)
+    model.join_projections()
     fusedops.quantize(model, "int8", head="int8")
     tokens = fusedops.generate(model, list(PROMPT.encode()), tokens=12)[0].tokens
     assert done.stdout == f"{PROMPT}{bytes(tokens).decode(errors='replace')}\n"

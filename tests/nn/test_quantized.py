@@ -211,6 +211,18 @@ def test_a_transformer_computes_with_its_dequantised_weights(name: str) -> None:
     assert_close(logits, got.double() @ weight.T, eager, depth=got.shape[-1])
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-bert"])
+def test_joined_projections_compute_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(preset(name)).eval()
+    other, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    other.join_projections()
+    names = {path.rpartition(".")[2] for path, _ in other.named_modules()}
+    assert "query_key_value" in names and not {"query", "gate_proj"} & names
+    tokens = torch.arange(12).reshape(2, 6)
+    assert_close(other(tokens), wide(tokens), model(tokens), depth=1024)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
