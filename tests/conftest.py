@@ -74,11 +74,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
     return _Module.from_parent(parent, path=module_path)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 # Ops that have no Triton kernel.
 WITHOUT_TRITON = ("quantized_linear",)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what cannot run here; in Triton's interpreter only the tests marked for it can."""
     _leave_every_nth(items)
