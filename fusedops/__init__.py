@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from fusedops.integrations.decompositions import decompositions
     from fusedops.integrations.graph.passes import compile_passes
+    from fusedops.nn.quantize import QuantizationReport, quantize
     from fusedops.planner.sharding import auto_parallel
     from fusedops.runtime.host import tune_host
     from fusedops.testing import verify
@@ -62,6 +63,8 @@ _LAZY = {
     "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
     "planner": "fusedops.planner",
+    "quantize": "fusedops.nn.quantize",
+    "QuantizationReport": "fusedops.nn.quantize",
     "reset_counters": "fusedops._core.backends",
     "resolve": "fusedops._core.backends",
     "testing": "fusedops.testing",
@@ -81,6 +84,7 @@ _LAZY = {
 
 __all__ = [
     "PatchReport",
+    "QuantizationReport",
     "UnsupportedError",
     "auto_parallel",
     "checkpoint",
@@ -98,6 +102,7 @@ __all__ = [
     "parallel",
     "patch",
     "planner",
+    "quantize",
     "register_attention",
     "register_experts",
     "reset_counters",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fusedops.launch.processes import Ranks
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_WEIGHTS = ("int8", "int4", "nf4")
 _DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -42,6 +43,9 @@ def generate(
     tokenizer: Annotated[str | None, Option(help="bytes, or a tokenizer.json.")] = None,
     step: Annotated[int | None, Option(help="Step of a run; default: the last.")] = None,
     dtype: Annotated[str | None, Option(help=f"{', '.join(_DTYPES)}; default: as saved.")] = None,
+    weights: Annotated[
+        str | None, Option(help=f"Quantise to {', '.join(_WEIGHTS)}; default: not.")
+    ] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[int, Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
@@ -62,7 +66,11 @@ def generate(
         _check_texts("--stop", stops)
         _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
         _check_texts("CHECKPOINT", [checkpoint])
-        words = ("--dtype", dtype or _DTYPES[0], _DTYPES), ("--device", device, _DEVICES)
+        words = (
+            ("--dtype", dtype or _DTYPES[0], _DTYPES),
+            ("--weights", weights or _WEIGHTS[0], _WEIGHTS),
+            ("--device", device, _DEVICES),
+        )
         for option, word, known in words:
             if word not in known:
                 raise files.UserError(f"{option} must be one of {', '.join(known)}, got {word}")
@@ -91,7 +99,7 @@ def generate(
         with initialize_distributed(device) as ranks:
             with activity(f"loading {checkpoint}", visible=ranks.rank == 0):
                 chosen: dict[str, Any] = {"dtype": dtype, "tokenizer": tokenizer, "step": step}
-                loaded = load(checkpoint, ranks, parallel=parallel, **chosen)
+                loaded = load(checkpoint, ranks, parallel=parallel, weights=weights, **chosen)
             _continue(loaded, ranks, prompts, stops, options, exact=tokens is not None)
 
 
@@ -152,6 +160,8 @@ def _continue(
     first, alone = ranks.rank == 0, count == 1 and options.beams == 1
     if first:
         print_message(f"{loaded.description}, {ranks.description}")
+        if loaded.quantization is not None:
+            print_message(str(loaded.quantization))
 
     def write(text: str) -> None:
         if first and text:

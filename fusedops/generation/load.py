@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fusedops.models import (
     load_huggingface,
     parallelize,
 )
+from fusedops.nn.quantize import QuantizationReport, quantize
 from fusedops.train import InputError, resume
 from fusedops.train.builder import layout_of
 
@@ -46,6 +47,7 @@ class Loaded:
     engine: TrainEngine  # of the model, in its layout
     text: Text  # between text and its tokens
     description: str  # where it is from
+    quantization: QuantizationReport | None = None  # where its weights were quantised
 
 
 def load(
@@ -56,6 +58,7 @@ def load(
     dtype: str | None = None,
     tokenizer: str | None = None,
     step: int | None = None,
+    weights: str | None = None,
 ) -> Loaded:
     """Load a model on all processes.
 
@@ -67,6 +70,8 @@ def load(
         dtype: of the parameters; ``None``: as they were saved.
         tokenizer: ``"bytes"`` or a ``tokenizer.json``; ``None``: that of the run or the folder.
         step: which checkpoint of a run; the newest complete one by default.
+        weights: format of ``fusedops.quantize`` to which the linear layers are quantised, on one
+            process; the output head gets 8 bits. ``None``: they stay.
 
     Raises:
         InputError: there is no checkpoint, or it does not fit what else is given.
@@ -76,13 +81,20 @@ def load(
     given = dict(parallel or {}) or {"tp": ranks.size}
     try:  # all ranks find the same mistakes, but where one does not see the files of another
         layout = layout_of(given, ranks.size)
+        if weights is not None and ranks.size > 1:
+            raise InputError("--weights works on one process: leave --processes or it out")
         if (folder / _CONFIG).is_file():
             if step is not None:
                 raise InputError(
                     f"--step is of a run of fusedops train, and {folder} is none: leave --step out"
                 )
-            return _from_huggingface(folder, ranks, layout, dtype, tokenizer)
-        return _from_run(folder, ranks, layout, dtype, tokenizer, step)
+            loaded = _from_huggingface(folder, ranks, layout, dtype, tokenizer)
+        else:
+            loaded = _from_run(folder, ranks, layout, dtype, tokenizer, step)
+        if weights is None:
+            return loaded
+        loaded.engine.model.join_projections()
+        return replace(loaded, quantization=quantize(loaded.engine.model, weights, head="int8"))
     except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None
 

@@ -23,6 +23,7 @@ from fusedops.nn import (
     LayerNorm,
     LinearAct,
     MoE,
+    QuantizedLinear,
     RMSNorm,
 )
 
@@ -112,6 +113,7 @@ class Head(nn.Module):
             embedding's.
         bias: of the projection, ``[V]``, or ``None``.
         recompute: whether the backward recomputes the logits: set it if layers save nothing.
+        quantized: the projection that ``fusedops.quantize`` made, or ``None``.
     """
 
     weight: nn.Parameter | None
@@ -126,6 +128,7 @@ class Head(nn.Module):
         self.norm = norm_of(config) if masked else None
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, hidden))
         self.bias = nn.Parameter(torch.empty(vocab)) if masked else None
+        self.quantized: QuantizedLinear | None = None
         # The least that a layer saves for a token, in half precision, in numbers of float32.
         layer = (8 * hidden + 2 * config.intermediate_size) // 2
         self.recompute = vocab > config.num_layers * layer
@@ -157,10 +160,15 @@ class Head(nn.Module):
         """Return logits ``[B, S, V]``, or ``[B, R, V]``; arguments as of ``forward``."""
         if context.logits_to_keep is not None:
             x_BSH = x_BSH[:, context.logits_to_keep]
+        if self.quantized is not None:
+            logits_BSV: torch.Tensor = self.quantized(x_BSH)
+            return logits_BSV
         return ops.linear_act(x_BSH, weight, self.bias, activation="identity")
 
     def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the targets' cross-entropies, float32 for half precision."""
+        if self.quantized is not None:
+            weight = self.quantized.dequantize(x_BSH.dtype)
         # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
         half = x_BSH.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():

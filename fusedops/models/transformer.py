@@ -35,7 +35,8 @@ from fusedops.models.forward_context import (
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
-from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
+from fusedops.nn import BalancingBias, GatedMLP, LinearAct, MoE, QuantizedLinear, RMSNorm
+from fusedops.nn.linear_act import joined
 
 
 class Loss(NamedTuple):
@@ -75,6 +76,7 @@ class Attention(nn.Module):
         self.key = linear(hidden, config.key_width)
         self.value = linear(hidden, config.key_width)
         self.output = linear(config.query_width, hidden)
+        self.query_key_value: nn.Module | None = None
         self.query_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
 
@@ -96,9 +98,14 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values by heads, ``[B, N, S, D]``, rotated by positions."""
         query_input_BSH = x_BSH if query_input_BSH is None else query_input_BSH
-        query_BSND = self.query(query_input_BSH).unflatten(-1, (-1, self.head_dim))
-        key_BSND = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
-        value_BSND = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
+        if self.query_key_value is None:
+            rows = self.query(query_input_BSH), self.key(x_BSH), self.value(x_BSH)
+        else:
+            width, key_width = self.config.query_width, self.config.key_width
+            rows = self.query_key_value(x_BSH).split([width, key_width, key_width], -1)
+        query_BSND, key_BSND, value_BSND = (
+            row_BSF.unflatten(-1, (-1, self.head_dim)) for row_BSF in rows
+        )
         if self.query_norm is not None and self.key_norm is not None:
             query_BSND, key_BSND = self.query_norm(query_BSND), self.key_norm(key_BSND)
         query_BNSD, key_BNSD = query_BSND.transpose(1, 2), key_BSND.transpose(1, 2)
@@ -106,6 +113,11 @@ class Attention(nn.Module):
         if context.rotary is not None:
             query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *context.rotary)
         return query_BNSD, key_BNSD, value_BNSD
+
+    def join_projections(self) -> None:
+        """Make one layer of the projections of queries, keys and values."""
+        self.query_key_value = joined([self.query, self.key, self.value])
+        del self.query, self.key, self.value
 
     def attend(
         self,
@@ -368,6 +380,39 @@ class Transformer(nn.Module):
         if labels is None:
             return output
         return Loss(output, (labels != IGNORE_INDEX).sum(), auxiliary)
+
+    def join_projections(self) -> None:
+        """Make one linear layer of those that have the same input, in each layer.
+
+        Decoding then calls fewer operators for a token. The layers have other names in
+        ``state_dict``, and the model can be neither parallelized nor saved for Hugging Face. A
+        model with a query layer, whose queries have an input of their own, stays.
+        """
+        if self.config.query_layer:
+            return
+        for layer in self.layers.values():
+            assert isinstance(layer, Layer)
+            layer.attention.join_projections()
+            if isinstance(layer.feed_forward, GatedMLP) and not self.config.bias:
+                layer.feed_forward.join_projections()
+
+    def quantize_head(self, format: str, group: int) -> tuple[torch.Tensor, QuantizedLinear]:
+        """Quantise the projection on the vocabulary; a tied embedding keeps its own weight.
+
+        Args:
+            format: of ``fusedops.nn.QuantizedLinear``.
+            group: inputs that share a scale.
+
+        Returns:
+            The weight before, and the quantised projection.
+        """
+        head = self.head
+        weight: Any = self.embedding.tokens.weight if self.config.tied else head.weight
+        linear = LinearAct(weight.shape[1], weight.shape[0], False, "meta")
+        linear.weight, linear.bias = weight, head.bias
+        head.quantized = QuantizedLinear.of(linear, format=format, group=group)
+        head.weight = None
+        return weight, head.quantized
 
     def make_context(
         self,

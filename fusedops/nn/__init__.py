@@ -15,6 +15,7 @@ from fusedops.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from fusedops.nn.mlp import MLP
 from fusedops.nn.moe import MoE
 from fusedops.nn.multihead_attention import MultiheadAttention
+from fusedops.nn.quantized_linear import QuantizedLinear
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.nn.transformer_layer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -31,6 +32,7 @@ __all__ = [
     "MLP",
     "MoE",
     "MultiheadAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",

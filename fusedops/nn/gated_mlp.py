@@ -8,8 +8,11 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
-from fusedops.nn.linear_act import LinearAct
+from fusedops.nn.linear_act import LinearAct, joined
+from fusedops.nn.quantized_linear import QuantizedLinear
+from fusedops.ops.linear_act import activate
 from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.swiglu import swiglu
 
 
 class GatedMLP(nn.Module):
@@ -68,13 +71,32 @@ class GatedMLP(nn.Module):
         self.gate_proj = projection(hidden_size, intermediate_size, activation)
         self.up_proj = projection(hidden_size, intermediate_size)
         self.down_proj = projection(intermediate_size, hidden_size)
+        self.gate_up: nn.Module | None = None
+
+    def join_projections(self) -> None:
+        """Make one layer, ``gate_up``, of the gate and up projections, for few rows at a time.
+
+        Their names leave the ``state_dict``.
+        """
+        self.gate_up = joined([self.gate_proj, self.up_proj])
+        del self.gate_proj, self.up_proj
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., hidden_size]`` for ``[..., hidden_size]``."""
+        if self.gate_up is not None:
+            gate, up = self.gate_up(input).chunk(2, -1)
+            return self.down_proj(self._gated(gate, up))
+        if isinstance(self.gate_proj, QuantizedLinear):
+            return self.down_proj(self._gated(self.gate_proj(input), self.up_proj(input)))
         if self.gate_proj.bias is None:
             gate, up = self.gate_proj.weight, self.up_proj.weight
             return self.down_proj(linear_glu(input, gate, up, activation=self.activation))
         return self.down_proj(self.gate_proj(input) * self.up_proj(input))
+
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.activation == "silu":
+            return swiglu(gate, up)
+        return activate(gate, self.activation) * up
 
     def extra_repr(self) -> str:
         """Return sizes and activation; ``repr`` shows the projections separately."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -96,6 +97,21 @@ class LinearAct(LinearParameters):
     def extra_repr(self) -> str:
         """Return torch's line and the activation."""
         return shown(self, "in_features", "out_features", "bias", "activation")
+
+
+def joined(layers: Sequence[LinearAct]) -> LinearAct:
+    """Return one layer of the outputs of several that have the same input, in their order."""
+    first = layers[0]
+    out_features = sum(layer.out_features for layer in layers)
+    made = LinearAct(
+        first.in_features, out_features, False, "meta", first.weight.dtype, activation="identity"
+    )
+    weights: list[torch.Tensor] = [layer.weight.detach() for layer in layers]
+    made.weight = nn.Parameter(torch.cat(weights), first.weight.requires_grad)
+    if first.bias is not None:
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        made.bias = nn.Parameter(torch.cat(biases), first.bias.requires_grad)
+    return made.train(layers[0].training)
 
 
 def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -48,6 +48,7 @@ with without_garbage_collection():
     from fusedops.ops.moe_sort import moe_sort
     from fusedops.ops.moe_unpack import moe_unpack
     from fusedops.ops.moe_unpermute import moe_unpermute
+    from fusedops.ops.quantized_linear import quantized_linear
     from fusedops.ops.rms_norm import rms_norm
     from fusedops.ops.rotary_embedding import rotary_embedding
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
@@ -89,6 +90,7 @@ __all__ = [
     "moe_sort",
     "moe_unpack",
     "moe_unpermute",
+    "quantized_linear",
     "rms_norm",
     "rotary_embedding",
     "routing_contexts",

@@ -129,10 +129,21 @@ def _attention_varlen_backward(grad: Any, grad_lse: Any, *call: Any, **_: Any) -
     return 2 * _pairs(ends_q, ends_k, most) * query.shape[1] * sizes
 
 
+def _quantized_linear(input: _Shape, *args: Any, **__: Any) -> int:
+    _, _, _, _, out_features, *_ = args
+    return 2 * prod(input) * int(out_features)
+
+
+def _quantized_linear_backward(grad: _Shape, *args: Any, **__: Any) -> int:
+    _, _, in_features, *_, mask = args
+    return 2 * prod(grad) * int(in_features) * int(mask[0])
+
+
 _FORMULAE = {
     "linear_act": (_linear, _linear_backward),
     "linear_glu": (_linear_glu, _linear_glu_backward),
     "mlp": (_mlp, _mlp_backward),
+    "quantized_linear": (_quantized_linear, _quantized_linear_backward),
     "baddbmm": (_baddbmm, _baddbmm_backward),
     "linear_cross_entropy": (_linear, _linear_cross_entropy_backward),
     "grouped_mm": (_grouped_mm, _grouped_mm_backward),

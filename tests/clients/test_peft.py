@@ -11,6 +11,8 @@ from families import OPT_OPS
 from harness import ATTENTION, OPS, Table, Trained, Trial, batches, lora, steps, weights
 from torch import nn
 
+import fusedops
+
 
 def train(model: nn.Module) -> Trained:
     return Trained(steps(model, batches()), weights(model))
@@ -45,6 +47,12 @@ def merged(model: nn.Module) -> Trained:
     return Trained(losses, weights(whole))
 
 
+def quantized(model: nn.Module) -> nn.Module:
+    """Add adapters to a base of 4 bits."""
+    fusedops.quantize(model, "nf4", group=8)
+    return lora()(model)
+
+
 MLP = ("gate_proj", "up_proj", "down_proj")
 # The gated layer calls the adapters, and fuses what is between the products.
 CALLED = {**OPS, "linear_glu": 0, "swiglu": 2}
@@ -61,6 +69,7 @@ TRIALS = {
     "all-linear": trial(train, ops=CALLED, prepare=lora()),
     "all-linear, put in after patch": trial(train, ops=CALLED, finish=lora()),
     "all-linear, merged at the end": Trial(merged, ops=INNER, prepare=lora()),
+    "all-linear, on quantised weights": trial(train, ops=CALLED, prepare=quantized),
     "all-linear, DoRA": trial(train, ops=CALLED, prepare=lora(use_dora=True)),
     "attention, bfloat16 weights": trial(in_half, prepare=lora(*ATTENTION), **HALF),
     "all-linear, bfloat16 weights": trial(in_half, ops=CALLED, prepare=lora(), **HALF),

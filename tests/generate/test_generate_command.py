@@ -74,6 +74,20 @@ def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
         assert invoke(export, "--prompt", PROMPT, *more).stdout == done.stdout
 
 
+def test_quantised_weights_are_reported(folders: tuple[str, str]) -> None:
+    run, export = folders
+    done = invoke(run, "--prompt", PROMPT, "--weights", "int8", "--tokens", "12")
+    assert done.exit_code == 0, done.output
+    assert "MiB before" in done.stderr and "largest relative error" in done.stderr
+    model = load_huggingface(export)
+    model.join_projections()
+    fusedops.quantize(model, "int8", head="int8")
+    tokens = fusedops.generate(model, list(PROMPT.encode()), tokens=12)[0].tokens
+    assert done.stdout == f"{PROMPT}{bytes(tokens).decode(errors='replace')}\n"
+    refused = invoke(run, "--prompt", PROMPT, "--weights", "int3")
+    assert refused.exit_code == 2 and "--weights must be one of" in refused.stderr
+
+
 def test_strings_end_texts_and_samples_are_numbered(folders: tuple[str, str]) -> None:
     run, _ = folders
     text = invoke(run, "--prompt", PROMPT).stdout.removeprefix(PROMPT)

@@ -222,6 +222,7 @@ CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
     "LinearCrossEntropyLoss": (8, 16),
     "MLP": (8, 16),
     "MoE": (8, 16, 4, 2),
+    "QuantizedLinear": (8, 8),
     "RMSNorm": (8,),
 }
 NUMBERS_AS_TORCH = ("eps",)
@@ -245,6 +246,7 @@ FORWARDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "MLP": ((X,), {}, "mlp"),
     "MoE": ((X,), {"plan": PLAN}, "moe_mlp"),
     "MultiheadAttention": ((X, X, X), {"need_weights": False, "attn_mask": MASK}, ""),
+    "QuantizedLinear": ((X,), {}, "quantized_linear"),
     "RMSNorm": ((X,), {}, "rms_norm"),
     "TransformerDecoderLayer": ((X, X), {"tgt_mask": MASK, "memory_mask": MASK}, ""),
     "TransformerEncoderLayer": ((X,), {"src_mask": MASK}, ""),

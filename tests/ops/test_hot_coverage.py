@@ -154,7 +154,8 @@ def test_every_op_has_a_hot_sample() -> None:
         for dtype in DTYPES
         for call in hot_samples.calls(op, dtype)
     }
-    assert called == {*all_specs(), *multi_tensor_specs()}
+    without_triton = {"quantized_linear"}
+    assert called == {*all_specs(), *multi_tensor_specs()} - without_triton
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

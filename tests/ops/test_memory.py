@@ -36,6 +36,7 @@ def new(*shape: int) -> torch.Tensor:
 NORM = [(16,), new(16)]
 ADDED = [new(6, 16), new(6, 16), *NORM]
 LINEAR = [new(6, 8), new(10, 8)]
+PACKED = [new(6, 8), torch.zeros(1, 1, 64, dtype=torch.uint8), torch.ones(1, 1, 16)]
 GROUPS = [new(6, 8), new(2, 8, 10), torch.tensor([4, 6], dtype=torch.int32)]
 MLP = [new(9, 16), new(32, 16), new(32), new(12, 32), new(12)]
 MOE = [new(13, 8), PLAN, new(6, 8, 10), new(6, 5, 7)]
@@ -61,6 +62,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "linear_act": (LINEAR, {"activation": "gelu"}, "input weight", [240]),
     "linear_act, identity": (LINEAR, IDENTITY, "input weight", []),
     "linear_act, frozen": ([LINEAR[0], torch.ones(10, 8)], IDENTITY, "weight", []),
+    "quantized_linear": (PACKED, {"out_features": 10, "group": 8}, "qweight scales", []),
     "linear_glu": ([*LINEAR, new(10, 8)], {}, "gate_weight input up_weight", [240, 240]),
     "mlp": (MLP, {}, "b1 b2 input w1 w2", [9 * 32 * 4]),
     "mlp, recompute": (MLP, {"recompute": True}, "b1 b2 input w1 w2", []),

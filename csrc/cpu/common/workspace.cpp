@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kKeptBytes = size_t{16} << 20;
-constexpr int kSlots = 6;
+constexpr int kSlots = 8;
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

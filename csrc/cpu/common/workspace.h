@@ -9,7 +9,16 @@
 
 namespace fusedops {
 
-enum class Workspace { packed_a, packed_b, panel_b, tiles, partial_sums, attention };
+enum class Workspace {
+  packed_a,
+  packed_b,
+  panel_b,
+  tiles,
+  partial_sums,
+  attention,
+  dequantized,
+  activations
+};
 
 // At least `bytes` bytes, 64-byte aligned, uninitialised, valid until this thread's next request
 // for the same `slot`. Throws std::bad_alloc. Under torch.use_deterministic_algorithms with
