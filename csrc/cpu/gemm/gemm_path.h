@@ -98,7 +98,7 @@ Path choose_path(const GemmCall& call, bool in_batch) {
     if (kTiled<Policy> && n >= kTileColumns<typename Policy::Sum> && blocks.in_one_pass()) {
       return Path::lines_as_tiles;
     }
-    if (fills_vectors<Policy>(m) && n >= kTileColumns<typename Policy::Sum> &&
+    if (!in_batch && fills_vectors<Policy>(m) && n >= kTileColumns<typename Policy::Sum> &&
         k % Policy::kPair == 0 && blocks.in_one_pass()) {
       return Path::lines_as_rows;
     }
