@@ -137,6 +137,7 @@ def _inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
         or is_traced()
         or global_hooks() is not None
     ):
