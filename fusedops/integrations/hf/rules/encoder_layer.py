@@ -63,7 +63,7 @@ _NORM = ("normalized_shape", "weight", "bias", "eps")
 _PARTS: dict[str, tuple[str, ...]] = {
     "": ("is_decoder", "chunk_size_feed_forward"),
     "attention": ("is_cross_attention",),
-    "attention.self": ("is_causal", "attention_head_size", "scaling"),
+    "attention.self": ("config", "is_causal", "attention_head_size", "scaling"),
     "attention.self.query": _DENSE,
     "attention.self.key": _DENSE,
     "attention.self.value": _DENSE,
@@ -96,6 +96,7 @@ class _Block(NamedTuple):
     nodes: tuple[Any, ...]
     attributes: tuple[WatchedAttribute, ...]
     activation: str  # as in ``linear_act``
+    interface: Any  # what the attention asks for its function, a ``FusedInterface``
 
     @property
     def classes(self) -> list[type]:
@@ -185,13 +186,12 @@ def _values(layer: Any, blocks: list[_Block], known: Any) -> Any:
         values = _read(layer, blocks[0]) if blocks else None
     if values is None:
         return None
-    is_decoder, chunk_size, is_cross_attention, is_causal, *rest = values
+    is_decoder, chunk_size, is_cross_attention, config, is_causal, *rest = values
     if is_decoder or chunk_size or is_cross_attention or is_causal:
         return None
-    attention = layer.attention.self
-    plan = attention.fused_rule.plan(attention)
-    configured = attention.config._attn_implementation
-    fused = configured in _IMPLEMENTATIONS and isinstance(plan, FusionPlan)
+    configured = config._attn_implementation
+    known_attention = configured in _IMPLEMENTATIONS
+    fused = known_attention and blocks[0].interface.obstacle(configured) is None
     return rest if fused else None
 
 
@@ -221,7 +221,8 @@ def _block_of(layer: nn.Module, known: _Known) -> _Block | None:
         place = places[parent] if path else -1
         nodes.append((place, name, type(modules[path]), methods, fields))
     activation = activations.activation_name(modules["intermediate.intermediate_act_fn"])
-    return _Block(tuple(nodes), tuple(watched.values()), str(activation))
+    interface = modules["attention.self"].fused_interface
+    return _Block(tuple(nodes), tuple(watched.values()), str(activation), interface)
 
 
 def _lists(path: str, module: Any, known: _Known) -> list[WatchList] | None:
@@ -263,9 +264,10 @@ def _compute(
     q = _linear_act(hidden_states, query, query_bias, "identity", False)[0]
     k = _linear_act(hidden_states, key, key_bias, "identity", False)[0]
     v = _linear_act(hidden_states, value, value_bias, "identity", False)[0]
-    q, k, v = (part.view(heads).transpose(1, 2) for part in (q, k, v))
-    numbers = (0.0, scale, -1, -1, 0.0, False)
-    attended = _attention(q, k, v, mask, None, None, None, *numbers)[0]
+    q, k, v = q.view(heads), k.view(heads), v.view(heads)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # No slopes, sinks and seed; no dropout, window and soft-cap; nothing is kept for a backward.
+    attended = _attention(q, k, v, mask, None, None, None, 0.0, scale, -1, -1, 0.0, False)[0]
     attended = attended.transpose(1, 2).reshape(hidden_states.shape)
     branch = _linear_act(attended, dense, dense_bias, "identity", False)[0]
     dtype = hidden_states.dtype
