@@ -47,6 +47,7 @@ _add_layer_norm = torch.ops.fusedops.add_layer_norm.default
 _PLAIN = (torch.Tensor, nn.Parameter)
 _SECTION = "encoder"  # of known_code.toml: the classes between a layer and those with a rule
 _ATTENTION, _SELF_ATTENTION = "bert.BertAttention", "bert.BertSelfAttention"
+_LAYER = "bert.BertLayer"
 # Submodules that their own rules replace -> the code and its section.
 _REPLACED = {
     "attention.output": ("bert", "bert.BertSelfOutput"),
@@ -55,7 +56,8 @@ _REPLACED = {
 }
 _Known = dict[str, tuple[type, WatchList]]  # class of this name in the layer's file, what it reads
 _IMPLEMENTATIONS = ("sdpa", "fusedops")
-_NOTE = "in inference it calls the ops of its submodules itself"
+_OPS = ("linear_act", "attention", "add_layer_norm")
+_NOTE = "in inference on the CPU; otherwise it calls its submodules"
 _DENSE = ("weight", "bias")
 _NORM = ("normalized_shape", "weight", "bias", "eps")
 # Path of a submodule -> the attributes and parameters that the forward reads, in the order in which
@@ -109,7 +111,7 @@ def encoder_layer_rule(original: type[nn.Module]) -> PatchRule:
     blocks: list[_Block] = []  # that of the last layer whose classes were looked at
 
     def plan(layer: Any) -> FusionPlan | Refusal:
-        return FusionPlan((), note=_NOTE) if known is not None else NOT_APPLICABLE
+        return FusionPlan(_OPS, note=_NOTE) if known is not None else NOT_APPLICABLE
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden_states, mask = _inputs(args, kwargs)
@@ -119,25 +121,28 @@ def encoder_layer_rule(original: type[nn.Module]) -> PatchRule:
                 return _compute(hidden_states, mask, blocks[0].activation, *values)
         return original.forward(self, *args, **kwargs)
 
-    return PatchRule(original, subclass(original, forward=forward), "O2", plan)
+    # What the original's forward reads is compared by ``values_of_block`` (``_lists``).
+    patched = subclass(original, forward=forward)
+    return PatchRule(original, patched, "O2", plan, copies_code=True)
 
 
 def _known_classes(original: type[nn.Module]) -> _Known | None:
-    """Return the attention's classes in the file of a layer, with all that their code reads."""
+    """Return a layer's class and those of its attention, with all that their code reads."""
     known = {}
     for name, cls in vars(sys.modules[original.__module__]).items():
         if isinstance(cls, type) and issubclass(cls, nn.Module) and name.endswith("Attention"):
             listed = known_code.known_as(cls, _SECTION)
             if listed is not None:
                 known[listed] = (cls, watch_list(cls))
-    return known if len(known) == 2 else None
+    known[_LAYER] = (original, watch_list(original))
+    return known if len(known) == 3 else None
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return hidden states and mask of a call that is plain inference on the CPU, else ``None``."""
     if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or is_traced()
         or global_hooks() is not None
@@ -232,18 +237,17 @@ def _lists(path: str, module: Any, known: _Known) -> list[WatchList] | None:
     if path == "attention":
         return [known[_ATTENTION][1]] if cls is known[_ATTENTION][0] else None
     lists = [KNOWN.get(cls)]
-    if path == "attention.self":
-        fits = original is known[_SELF_ATTENTION][0]
-        lists.append(known[_SELF_ATTENTION][1])
+    if path in ("", "attention.self"):
+        expected, listed = known[_SELF_ATTENTION if path else _LAYER]
+        fits = original is expected
+        lists.append(listed)
     elif name in _CLASSES:
         fits = cls is _CLASSES[name]
     elif name == "intermediate_act_fn":  # of a class that is one activation in every state
         fits = isinstance(activations.KNOWN.get(cls), str) and not module._modules
     else:
-        code = _REPLACED.get(path)
-        fits = original is not None
-        if fits and code is not None:
-            fits = known_code.known_as(original, code[0]) == code[1]
+        section, code = _REPLACED[path]
+        fits = original is not None and known_code.known_as(original, section) == code
     read = [listed for listed in lists if listed is not None]
     return read if fits and len(read) == len(lists) else None
 
