@@ -122,15 +122,15 @@ PyObject* values_of_block(PyObject* /*module*/, PyObject* arguments) {
         PyObject* own = dictionaries.at(static_cast<size_t>(parent))->get();
         module = entry(own, "_modules", PyTuple_GetItem(node, 1));
       }
-      if (module == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(module)) !=
-                                   PyTuple_GetItem(node, 2)) {
+      if (module == nullptr ||
+          reinterpret_cast<PyObject*>(Py_TYPE(module)) != PyTuple_GetItem(node, 2)) {
         return python::none();
       }
       dictionaries.push_back(
           std::make_unique<python::Reference>(PyObject_GenericGetDict(module, nullptr)));
       PyObject* own = dictionaries.back()->get();
-      if (!evaluates(own) || (parent >= 0 && has_hooks(own)) ||
-          !has_plain_parameters(own, types) || has_any(own, PyTuple_GetItem(node, 3))) {
+      if (!evaluates(own) || (parent >= 0 && has_hooks(own)) || !has_plain_parameters(own, types) ||
+          has_any(own, PyTuple_GetItem(node, 3))) {
         return python::none();
       }
       PyObject* fields = PyTuple_GetItem(node, 4);

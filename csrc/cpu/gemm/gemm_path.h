@@ -56,8 +56,9 @@ inline bool lies_along_sum(const GemmCall& call) {
 }
 
 // Whether so many rows are worth the path lines_as_rows, where they are the lanes of one or two
-// vectors. One thread of Zen 4, 1536 columns, k = 384, float32, against few_rows: 12 rows 1.05 times
-// as fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13; bfloat16 with 16 rows 1.25.
+// vectors. One thread of Zen 4, 1536 columns, k = 384, float32, against few_rows: 12 rows 1.05
+// times as fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13; bfloat16 with 16
+// rows 1.25.
 template <typename Policy>
 constexpr bool fills_vectors(int64_t rows) {
   constexpr int64_t W = kLanes<typename Policy::Sum>;

@@ -332,16 +332,15 @@ class Gemm {
   }
 
 #if defined(CPU_CAPABILITY_AVX512)
-  // Few rows, and B along the sum: the lines of B are tiles as they lie in memory, or their elements
-  // are broadcast from there. So B is the left operand, the packed rows of A the right one, and
-  // tiles of C come out transposed: 128 shuffles for 32 x 32 elements, where packing B takes 96 for
-  // every 32 x 32 of it.
+  // Few rows, and B along the sum: the lines of B are tiles as they lie in memory, or their
+  // elements are broadcast from there. So B is the left operand, the packed rows of A the right
+  // one, and tiles of C come out transposed: 128 shuffles for 32 x 32 elements, where packing B
+  // takes 96 for every 32 x 32 of it.
   void run_transposed() {
-    if (kTiled<Policy> || m_ > kLanes<Sum>) {
-      run_transposed<kColumns>();
-    } else {
-      run_transposed<kLanes<Sum>>();
+    if constexpr (!kTiled<Policy>) {
+      if (m_ <= kLanes<Sum>) return run_transposed<kLanes<Sum>>();
     }
+    run_transposed<kColumns>();
   }
 
   // kWide: rows of A in a panel.

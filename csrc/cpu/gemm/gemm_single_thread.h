@@ -203,9 +203,9 @@ template <typename Policy>
 constexpr bool kReadsLines =
     std::is_same_v<typename Policy::Sum, float> && !kTiled<Policy> && !kWidens<Policy>;
 
-// tiles (+)= B^T * A^T for kTileColumns lines of B that are contiguous along k, which are read where
-// they lie, and packed rows of A, [steps][kWide]: `count` elements along k, at most one block.
-// tiles: [kTileColumns][kWide]. `ahead`: what is read next.
+// tiles (+)= B^T * A^T for kTileColumns lines of B that are contiguous along k, which are read
+// where they lie, and packed rows of A, [steps][kWide]: `count` elements along k, at most one
+// block. tiles: [kTileColumns][kWide]. `ahead`: what is read next.
 template <typename Policy, int kWide>
 inline void multiply_lines_as_rows(const Lines<typename Policy::T>& lines, int64_t count,
                                    const typename Policy::Packed* a, typename Policy::Sum* tiles,
