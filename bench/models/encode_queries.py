@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import importlib.util
 import sys
 import tempfile
@@ -96,8 +97,8 @@ def export(model: nn.Module, path: Path) -> None:
 
 def onnxruntime_run(path: Path, name: str) -> Run:
     """Return a run of ONNX Runtime, whose transformer optimizer has fused the graph."""
-    import onnxruntime  # noqa: PLC0415 (an optional peer)
-    from onnxruntime.transformers import optimizer  # noqa: PLC0415
+    import onnxruntime
+    from onnxruntime.transformers import optimizer
 
     _, hidden_size, heads = ENCODERS[name]
     fused = path.with_suffix(".fused.onnx")
@@ -114,7 +115,7 @@ def onnxruntime_run(path: Path, name: str) -> Run:
 
 def openvino_run(path: Path, dtype: str) -> Run:
     """Return a run of OpenVINO with its arithmetic in a dtype."""
-    import openvino  # noqa: PLC0415 (an optional peer)
+    import openvino
 
     hints = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -135,10 +136,10 @@ def make_runs(name: str, dtype: str, folder: Path) -> dict[str, Run]:
     peers: dict[str, Run] = {}
     if importlib.util.find_spec("onnx") is not None and not path.exists():
         export(model, path)
-    if path.exists() and importlib.util.find_spec("onnxruntime") is not None:
-        if dtype == "float32":  # its kernels for the CPU have no bfloat16
-            peers[ONNX] = onnxruntime_run(path, name)
-    if path.exists() and importlib.util.find_spec("openvino") is not None:
+    # The kernels of ONNX Runtime for the CPU have no bfloat16.
+    if path.exists() and dtype == "float32" and importlib.util.find_spec(ONNX) is not None:
+        peers[ONNX] = onnxruntime_run(path, name)
+    if path.exists() and importlib.util.find_spec(OPENVINO) is not None:
         peers[OPENVINO] = openvino_run(path, dtype)
     stock = model.to(DTYPES[dtype])
     fused = copy.deepcopy(stock, {id(weight): weight for weight in stock.parameters()})
@@ -218,8 +219,8 @@ def _run(options: argparse.Namespace) -> int:
                 for size in SIZES:
                     if size[0] * size[1] <= options.tokens:
                         result = compare(runs, make_batch(*size), options.seconds)
-                        row = {"encoder": name, "dtype": dtype, "batch": size[0], "seq_len": size[1]}
-                        rows.append({**row, "variants": result})
+                        row = {"encoder": name, "dtype": dtype, "variants": result}
+                        rows.append({**row, "batch": size[0], "seq_len": size[1]})
                         _show(rows[-1:])
     record = {
         "machine": machine.describe(device),

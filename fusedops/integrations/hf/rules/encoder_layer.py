@@ -138,7 +138,7 @@ def _known_classes(original: type[nn.Module]) -> _Known | None:
     return known if len(known) == 3 else None
 
 
-def _inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return hidden states and mask of a call that is plain inference on the CPU, else ``None``."""
     if (
         torch.compiler.is_compiling()
@@ -148,7 +148,7 @@ def _inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
         or global_hooks() is not None
     ):
         return None, None
-    hidden_states, mask, *others = (*args, *(None,) * (2 - len(args)))
+    hidden_states, mask, *others = args + (None,) * (2 - len(args))
     for name, value in kwargs.items():
         if name == "attention_mask":
             mask = value
