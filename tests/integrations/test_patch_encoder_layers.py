@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +19,14 @@ import fusedops
 
 pytest.importorskip("transformers")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "models"))
+
+import encode_queries
 from transformers import (
     BertConfig,
     BertModel,
+    CamembertConfig,
+    CamembertModel,
     ElectraConfig,
     ElectraModel,
     RobertaConfig,
@@ -49,6 +58,7 @@ FAMILIES = {
     "bert": (BertModel, BertConfig),
     "roberta": (RobertaModel, RobertaConfig),
     "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig),
+    "camembert": (CamembertModel, CamembertConfig),
     "electra": (ElectraModel, ElectraConfig),
 }
 
@@ -364,3 +374,17 @@ def test_copies_and_unpatched_models(taken: list[int]) -> None:
     assert len(taken) == 2 * LAYERS
     encode(twin)
     assert len(taken) == 3 * LAYERS
+
+
+def test_benchmark_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(fusedops, "tune_host", partial(fusedops.tune_host, threads=threads))
+    sizes = {**encode_queries.ENCODERS, "minilm": (1, 48, 4)}
+    monkeypatch.setattr(encode_queries, "ENCODERS", sizes)
+    arguments = ["--encoder", "minilm", "--dtype", "bfloat16", "--tokens", "8", "--seconds", "0.01"]
+    assert encode_queries.main([*arguments, "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "encode_queries.json").read_text())["rows"]
+    assert (row["batch"], row["seq_len"]) == (1, 8)
+    assert row["variants"].keys() >= {"stock", "fusedops"}
+    assert all(result["seconds"]["median"] > 0 for result in row["variants"].values())
+    assert row["variants"]["fusedops"]["ratio"]["median"] == 1.0
