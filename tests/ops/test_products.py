@@ -178,10 +178,10 @@ def test_rows_of_one_or_two_vectors_have_the_bits_of_many(
     dtype: torch.dtype, features: int, columns: int
 ) -> None:
     """Rows are the lanes, and elements of the weight are broadcast from where they lie."""
-    x = torch.randn(40, features).to(dtype)
+    x = torch.randn(300, features).to(dtype)
     weight, bias = torch.randn(columns, features).to(dtype), torch.randn(columns).to(dtype)
     whole = fusedops.linear_act(x, weight, bias, activation="gelu")
-    for count in range(9, 34):
+    for count in (*range(9, 34), 40, 55, 56, 63, 64, 65):
         part = fusedops.linear_act(x[:count], weight, bias, activation="gelu")
         assert torch.equal(part, whole[:count]), f"{count} rows"
 

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kOuterDepth = 16 * kBlockSteps;    // steps along k that are packed at a time
 constexpr int64_t kSharedBytes = int64_t{12} << 20;  // packed operand that the threads share
+constexpr int64_t kMostLanesRows = 64;               // up to here one thread packs them for all
 constexpr int64_t kFewTerms = 4;                     // up to here along k nothing is packed
 
 enum class Path {
@@ -55,15 +56,16 @@ inline bool lies_along_sum(const GemmCall& call) {
   return all;
 }
 
-// Whether so many rows are worth the path lines_as_rows, where they are the lanes of one or two
-// vectors. One thread of Zen 4, 1536 columns, k = 384, float32, against few_rows: 12 rows 1.05
-// times as fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13; bfloat16 with 16
-// rows 1.25.
+// Whether so many rows are worth the path lines_as_rows, where they are the lanes of vectors. One
+// thread of Zen 4, 1536 columns, k = 384, float32, against the paths below: 12 rows are 1.05 times as
+// fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13, 64 rows 1.06; bfloat16: 16 rows 1.25,
+// 64 rows 1.02.
 template <typename Policy>
 constexpr bool fills_vectors(int64_t rows) {
   constexpr int64_t W = kLanes<typename Policy::Sum>;
+  const int64_t rest = rows % (2 * W);
   const bool one = rows >= W - W / 4 && rows <= W;
-  const bool two = rows >= 2 * W - W / 4 && rows <= 2 * W;
+  const bool two = rows <= kMostLanesRows && (rest == 0 || rest >= 2 * W - W / 4);
   return kReadsLines<Policy> && (one || two);
 }
 
@@ -74,6 +76,12 @@ Path choose_path(const GemmCall& call, bool in_batch) {
   const int64_t m = call.m, n = call.n, k = call.k;
   if (m == 0 || n == 0) return Path::nothing;
   const bool few_rows = m <= Blocks<Policy>::kFewRows;
+#if defined(CPU_CAPABILITY_AVX512)
+  if (!in_batch && fills_vectors<Policy>(m) && n >= kTileColumns<typename Policy::Sum> &&
+      k % Policy::kPair == 0 && blocks.all > 0 && blocks.in_one_pass() && lies_along_sum(call)) {
+    return Path::lines_as_rows;
+  }
+#endif
   if (!in_batch) {
     // A is smaller than B and fits the shared cache: B, the larger one, is then never written to
     // memory and read again.
@@ -98,10 +106,6 @@ Path choose_path(const GemmCall& call, bool in_batch) {
 #if defined(CPU_CAPABILITY_AVX512)
     if (kTiled<Policy> && n >= kTileColumns<typename Policy::Sum> && blocks.in_one_pass()) {
       return Path::lines_as_tiles;
-    }
-    if (!in_batch && fills_vectors<Policy>(m) && n >= kTileColumns<typename Policy::Sum> &&
-        k % Policy::kPair == 0 && blocks.in_one_pass()) {
-      return Path::lines_as_rows;
     }
 #endif
     if (!kTiled<Policy> && m <= kMaxLinesRows) return Path::lines;
