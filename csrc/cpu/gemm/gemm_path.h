@@ -57,9 +57,9 @@ inline bool lies_along_sum(const GemmCall& call) {
 }
 
 // Whether so many rows are worth the path lines_as_rows, where they are the lanes of vectors. One
-// thread of Zen 4, 1536 columns, k = 384, float32, against the paths below: 12 rows are 1.05 times as
-// fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13, 64 rows 1.06; bfloat16: 16 rows 1.25,
-// 64 rows 1.02.
+// thread of Zen 4, 1536 columns, k = 384, float32, against the paths below: 12 rows are 1.05 times
+// as fast, 14 rows 1.15, 16 rows 1.30, 24 rows 0.92, 32 rows 1.13, 64 rows 1.06; bfloat16: 16
+// rows 1.25, 64 rows 1.02.
 template <typename Policy>
 constexpr bool fills_vectors(int64_t rows) {
   constexpr int64_t W = kLanes<typename Policy::Sum>;
