@@ -69,6 +69,8 @@ def main() -> None:
     page.write_text(replaced(page.read_text(), "products", results.products_table()))
     page = ROOT / "docs" / "peers.md"
     page.write_text(replaced(page.read_text(), "peers", results.peers_table()))
+    page = ROOT / "docs" / "embeddings.md"
+    page.write_text(replaced(page.read_text(), "encoders", results.encoders_table()))
     page = ROOT / "docs" / "compile.md"
     page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():

@@ -429,6 +429,42 @@ def _peer_time(row: dict[str, Any]) -> str:
     return f"{milliseconds:{'.0f' if milliseconds >= 100 else '.3g'}} ms{doubt}"
 
 
+def encoders_table() -> str:
+    """Return the times of encoders beside ONNX Runtime and OpenVINO, by machine."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/encode_queries.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        versions = record["versions"]
+        names = [name for name in ("onnxruntime", "openvino") if name in versions]
+        peers = ", ".join(f"{name} {versions[name].split('-')[0]}" for name in names)
+        columns = ["stock", "fusedops", *names]
+        lines = [
+            f"{_PROCESSORS[record['machine']['slug']]}, {record['machine']['threads']} threads, "
+            f"torch {versions['torch'].split('+')[0]}, transformers {versions['transformers']}, "
+            f"{peers}, {record['created'][:10]}; milliseconds, and behind each other program its "
+            "time divided by that of fusedops:",
+            "",
+            f"| encoder | sequences x tokens | {' | '.join(columns)} |",
+            "|---|---|" + "---:|" * len(columns),
+        ]
+        for row in record["rows"]:
+            cells = [_encoder_cell(row["variants"], name) for name in columns]
+            sizes = f"{row['batch']} x {row['seq_len']}"
+            lines.append(f"| {row['encoder']}, {row['dtype']} | {sizes} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def _encoder_cell(variants: dict[str, Any], name: str) -> str:
+    """Return the median of a program and its ratio; ``?`` where other work disturbed it."""
+    if name not in variants:
+        return "-"
+    result = variants[name]
+    milliseconds = f"{result['seconds']['median'] * 1e3:.1f}"
+    ratio = "" if name == "fusedops" else f" ({result['ratio']['median']:.2f})"
+    return milliseconds + ratio + ("" if result["undisturbed"] else " ?")
+
+
 def share_of_limit(share: str) -> str:
     """Return the share of the machine's limit in percent; empty where that is no limit.
 

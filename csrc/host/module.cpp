@@ -44,6 +44,7 @@ PyObject* make_module() {
       python::method("place", place),
       python::method("identities", identities),
       {"is_unchanged", is_unchanged, METH_VARARGS, nullptr},
+      {"values_of_block", values_of_block, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,

@@ -172,6 +172,21 @@ def test_few_rows_without_packing_have_the_bits_of_many(dtype: torch.dtype, feat
 
 
 @DTYPES
+@pytest.mark.parametrize("features", [300, 1024, 1301])
+@pytest.mark.parametrize("columns", [31, 32, 71])
+def test_rows_of_one_or_two_vectors_have_the_bits_of_many(
+    dtype: torch.dtype, features: int, columns: int
+) -> None:
+    """Rows are the lanes, and elements of the weight are broadcast from where they lie."""
+    x = torch.randn(300, features).to(dtype)
+    weight, bias = torch.randn(columns, features).to(dtype), torch.randn(columns).to(dtype)
+    whole = fusedops.linear_act(x, weight, bias, activation="gelu")
+    for count in (*range(9, 34), 40, 55, 56, 63, 64, 65):
+        part = fusedops.linear_act(x[:count], weight, bias, activation="gelu")
+        assert torch.equal(part, whole[:count]), f"{count} rows"
+
+
+@DTYPES
 @pytest.mark.parametrize("features", [300, 1301])
 def test_gradient_of_one_row_has_the_bits_of_many(dtype: torch.dtype, features: int) -> None:
     """A product that is not packed adds in the order of one that is."""

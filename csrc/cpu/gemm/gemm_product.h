@@ -15,6 +15,7 @@
 #include "gemm_kernel.h"
 #include "gemm_pack.h"
 #include "gemm_path.h"
+#include "gemm_single_thread.h"
 #include "gemm_unpacked.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -66,8 +67,8 @@ class Gemm {
     if constexpr (std::is_base_of_v<Bf16Dot, Policy>) {
       if (path == Path::direct_pairs) return run_direct_pairs();
     }
-    if constexpr (kTiled<Policy>) {
-      if (path == Path::lines_as_tiles) return run_lines_as_tiles();
+    if constexpr (kTiled<Policy> || kReadsLines<Policy>) {
+      if (path == Path::lines_as_tiles || path == Path::lines_as_rows) return run_transposed();
     }
 #endif
     if (path != Path::nothing) run_packed(path);
@@ -331,12 +332,21 @@ class Gemm {
   }
 
 #if defined(CPU_CAPABILITY_AVX512)
-  // Few rows, and B along the sum: the lines of B are tiles as they lie in memory. So B is the
-  // left operand, the packed rows of A the right one, and tiles of C come out transposed: 128
-  // shuffles for 32 x 32 elements, where packing B takes 96 for every 32 x 32 of it.
-  void run_lines_as_tiles() {
+  // Few rows, and B along the sum: the lines of B are tiles as they lie in memory, or their
+  // elements are broadcast from there. So B is the left operand, the packed rows of A the right
+  // one, and tiles of C come out transposed: 128 shuffles for 32 x 32 elements, where packing B
+  // takes 96 for every 32 x 32 of it.
+  void run_transposed() {
+    if constexpr (!kTiled<Policy>) {
+      if (m_ <= kLanes<Sum>) return run_transposed<kLanes<Sum>>();
+    }
+    run_transposed<kColumns>();
+  }
+
+  // kWide: rows of A in a panel.
+  template <int kWide>
+  void run_transposed() {
     blocks_ = all_blocks_;
-    constexpr int64_t kWide = kColumns;  // rows of A in a panel
     const int64_t row_panels = ceil_div(m_, kWide), panels = ceil_div(n_, kColumns);
     const int64_t block_size = row_panels * kPanelB;
     auto* a =
@@ -349,16 +359,17 @@ class Gemm {
     const int64_t per_task = panels_per_task();
     share_tasks(ceil_div(panels, per_task), [&](const auto& next) {
       const Scope scope;
-      Sum* tiles = tile_buffer(row_panels);
+      Sum* tiles = tile_buffer(ceil_div(m_, kRows));
       for (int64_t task; (task = next()) >= 0;) {
         for (int64_t p = task * per_task; p < std::min(panels, (task + 1) * per_task); ++p) {
           // The last panel begins early enough to be whole, and writes its own columns only.
           const int64_t column = p * kColumns, from = std::min(column, n_ - kColumns);
           compute(0, m_, column, tiles, [&](int side, Sum* to) {
             for (int64_t row = 0; row < m_; row += kWide) {
-              multiply_transposed(side, from, static_cast<int>(column - from),
-                                  a + row / kWide * kPanelB, block_size,
-                                  static_cast<int>(std::min(kWide, m_ - row)), to + row * kColumns);
+              multiply_transposed<kWide>(side, from, static_cast<int>(column - from),
+                                         a + row / kWide * kPanelB, block_size,
+                                         static_cast<int>(std::min<int64_t>(kWide, m_ - row)),
+                                         to + row * kColumns);
             }
           });
         }
@@ -367,9 +378,10 @@ class Gemm {
   }
 
   // sums [rows][kColumns], of the columns of B from `column` on without the first `skipped`.
+  template <int kWide>
   void multiply_transposed(int side, int64_t column, int skipped, const Packed* a,
                            int64_t block_size, int rows, Sum* sums) const {
-    alignas(64) Sum tiles[kColumns * kColumns];
+    alignas(64) Sum tiles[kColumns * kWide];
     for (int64_t block = 0; block < blocks_; ++block) {
       const Stretch part = stretch(block);
       const Lines<T> b = columns_of_b(part.product, side);
@@ -377,15 +389,20 @@ class Gemm {
       const Stretch after = stretch(block + 1 < blocks_ ? block + 1 : 0);
       const T* ahead = columns_of_b(after.product, side)
                            .at(column + (block + 1 < blocks_ ? 0 : kColumns), after.k);
-      const auto multiply =
-          rows > 16 ? multiply_lines_in_place<true> : multiply_lines_in_place<false>;
-      multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
-               block == 0, block + 1 == blocks_, ahead);
+      if constexpr (kTiled<Policy>) {
+        const auto multiply =
+            rows > 16 ? multiply_lines_in_place<true> : multiply_lines_in_place<false>;
+        multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
+                 block == 0, block + 1 == blocks_, ahead);
+      } else {
+        multiply_lines_as_rows<Policy, kWide>(b.from(column, part.k), part.count,
+                                              a + block * block_size, tiles, block > 0, ahead);
+      }
     }
     for (int i = 0; i < rows; i += 16) {
       for (int j = 0; j < kColumns; j += 16) {
         typename Lanes<Sum>::type v[16];
-        for (int c = 0; c < 16; ++c) std::memcpy(&v[c], tiles + (j + c) * kColumns + i, 64);
+        for (int c = 0; c < 16; ++c) std::memcpy(&v[c], tiles + (j + c) * kWide + i, 64);
         transpose<16>(v);
         for (int r = 0; r < std::min(16, rows - i); ++r) {
           alignas(64) Sum line[16];

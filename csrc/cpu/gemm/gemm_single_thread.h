@@ -197,6 +197,52 @@ inline void run_alone(int rows, const AloneTile<Policy>& tile, Walk& walk) {
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// Whether multiply_lines_as_rows takes a policy.
+template <typename Policy>
+constexpr bool kReadsLines =
+    std::is_same_v<typename Policy::Sum, float> && !kTiled<Policy> && !kWidens<Policy>;
+
+// tiles (+)= B^T * A^T for kTileColumns lines of B that are contiguous along k, which are read
+// where they lie, and packed rows of A, [steps][kWide]: `count` elements along k, at most one
+// block. tiles: [kTileColumns][kWide]. `ahead`: what is read next.
+template <typename Policy, int kWide>
+inline void multiply_lines_as_rows(const Lines<typename Policy::T>& lines, int64_t count,
+                                   const typename Policy::Packed* a, typename Policy::Sum* tiles,
+                                   bool accumulate, const typename Policy::T* ahead) {
+  using Sum = typename Policy::Sum;
+  constexpr int64_t kSize = sizeof(typename Policy::T);
+  constexpr int kVectors = kWide / kLanes<Sum>;
+  constexpr int64_t kLines = kTileColumns<Sum>;
+  // Lines of one tile; fewer where all begin in one set of L1, of which 4 KiB are one way.
+  const int64_t stride = lines.line_stride * kSize;
+  const int64_t past = std::abs(stride) % 4096;
+  const bool collide = past < 128 || past > 4096 - 128;
+  const int64_t height = collide ? 8 : kVectors == 1 ? 16 : 11;
+  AloneTile<Policy> tile{};
+  tile.row_stride = stride;
+  tile.step_stride = kSize * Policy::kPair;
+  tile.b = a;
+  tile.b_stride = kWide;
+  tile.steps = ceil_div(count, Policy::kPair);
+  tile.columns = kWide;
+  tile.add_sums = accumulate;
+  tile.addend = ahead;  // both are only fetched
+  tile.output = reinterpret_cast<typename Policy::T*>(tiles);
+  const char* next = reinterpret_cast<const char*>(ahead);
+  for (int64_t line = 0; line < kLines; line += height) {
+    const auto rows = static_cast<int>(std::min(height, kLines - line));
+    tile.a = reinterpret_cast<const char*>(lines.at(line, 0));
+    tile.sums = tiles + line * kWide;
+    Walk walk(next + line * stride, rows, stride, count * kSize);
+    run_alone<Policy, kVectors, 16>(rows, tile, walk);
+  }
+}
+#else
+template <typename Policy>
+constexpr bool kReadsLines = false;
+#endif
+
 // Products of one shape with dense results, and their factors.
 struct SingleThreadShape {
   int64_t m;

@@ -11,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.activations import DropoutFunction
+from fusedops.integrations.hf.rules.encoder_layer import encoder_layer_rule
 from fusedops.integrations.hf.rules.norms import norm_rule
 from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule, probability
+from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.symbolic import Path
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
@@ -142,7 +145,8 @@ _SUM = ("bias_dropout_add",)
 _OPT = partial(layer_rule, feed_forward=_OPT_STEPS, ops=_SUM)
 _T5 = partial(layer_rule, dropouts=("dropout",), ops=_SUM)
 _WHISPER = partial(layer_rule, feed_forward=_WHISPER_STEPS, ops=_SUM)
-RULES = {
+RULES: dict[str, Callable[[type[nn.Module]], PatchRule]] = {
+    "BertLayer": encoder_layer_rule,
     "BertSelfOutput": partial(
         layer_rule, compute=_bert_output, norms=("LayerNorm",), dropouts=("dropout",)
     ),

@@ -293,7 +293,7 @@ def attention_rule(original: type[nn.Module]) -> PatchRule | None:
             note = "eager, but gives its caller no weights until a hook asks for them"
         return FusionPlan(ops, note=note) if reason is None else Refusal(reason)
 
-    patched = subclass(original, forward=forward)
+    patched = subclass(original, forward=forward, fused_interface=interface)
     return PatchRule(original, patched, "O2", plan, copies_code=True)
 
 
