@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include "../../common/binding.h"
+#include "attention_binding.h"
 
 namespace fusedops {
 namespace {
@@ -189,35 +190,6 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
   return call;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
-    const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
-    double softcap, bool keep_remainder) {
-  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
-  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  auto output = heads_inside(batch, heads, rows, value.size(3), query.options());
-  auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
-  auto remainder = keeps(query, keep_remainder)
-                       ? heads_inside(batch, heads, rows, value.size(3), query.options())
-                       : at::empty({0}, query.options());
-  auto parts = keeps_parts(query, attn_mask, keep_remainder)
-                   ? at::empty({batch, heads, rows, 2}, lse.options())
-                   : at::empty({0}, lse.options());
-  if (lse.numel() == 0) return {output, lse, remainder, parts};
-  std::vector<AttentionSequence> sequences;
-  const ScoreDropout drop(seed, dropout_p);
-  auto call = dense_call(in, sequences, lse, drop, {scale, softcap, window_left, window_right});
-  call.output = heads_of(output, 1, 2);
-  for (int64_t b = 0; b < batch; ++b) {
-    sequences[b].output = mutable_element(output, 0, b);
-    if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
-    if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
-  }
-  run_forward(call, rows == 1);
-  return {output, lse, remainder, parts};
-}
-
 at::Tensor as_laid_out(const at::Tensor& tensor, const at::Tensor& like) {
   if (tensor.strides() == like.strides()) return tensor;
   return at::empty_strided(like.sizes(), like.strides(), like.options()).copy_(tensor);
@@ -278,57 +250,6 @@ at::Tensor sinks_gradient(const at::Tensor& sinks, const at::Tensor& lse, const 
     }
   });
   return grad;
-}
-
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-Gradients backward(const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
-                   const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
-                   const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
-                   const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
-                   const at::Tensor& lse_parts, double dropout_p, double scale, int64_t window_left,
-                   int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
-  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
-  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  const int64_t columns = key.size(2);
-  at::Tensor dq, dk, dv, dmask, dsinks, ds;
-  const auto like = [&](const at::Tensor& tensor) {
-    return heads_inside(batch, tensor.size(1), tensor.size(2), tensor.size(3), tensor.options());
-  };
-  if (output_mask[0]) dq = like(query);
-  if (output_mask[1]) dk = like(key);
-  if (output_mask[2]) dv = like(value);
-  if (output_mask[3]) {
-    ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
-  }
-  const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
-  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
-  std::vector<AttentionSequence> sequences;
-  const ScoreDropout drop(seed, dropout_p);
-  auto call =
-      dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
-  call.output = heads_of(from.grad, 1, 2);
-  call.lse_has_gradient = from.has_lse;
-  call.grad_query = heads_of(dq, 1, 2);
-  call.grad_key = heads_of(dk, 1, 2);
-  call.grad_value = heads_of(dv, 1, 2);
-  for (int64_t b = 0; b < batch; ++b) {
-    auto& sequence = sequences[b];
-    // Read only: the field is the output of the forward.
-    sequence.output = const_cast<void*>(element(from.grad, 0, b));
-    sequence.delta = element(from.delta, 0, b);
-    if (parts.dim() == 4) sequence.lse_parts = const_cast<void*>(element(parts, 0, b));
-    sequence.grad_query = mutable_element(dq, 0, b);
-    sequence.grad_key = mutable_element(dk, 0, b);
-    sequence.grad_value = mutable_element(dv, 0, b);
-    sequence.grad_scores = mutable_element(ds, 0, b);
-  }
-  if (batch > 0 && (dq.defined() || dk.defined() || dv.defined() || ds.defined())) {
-    FUSEDOPS_CALL_ISA(attention_backward, call);
-  }
-  if (ds.defined()) dmask = at::sum_to(ds, in.mask.sizes()).to(in.mask.scalar_type()).contiguous();
-  if (output_mask[4]) dsinks = sinks_gradient(in.sinks, dense_lse, from.delta);
-  return {dq, dk, dv, dmask, dsinks};
 }
 
 // ---- attention_varlen ----
@@ -477,9 +398,88 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& query, const at::Ten
 
 }  // namespace
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> dense_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
+    const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
+    double softcap, bool keep_remainder) {
+  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  auto output = heads_inside(batch, heads, rows, value.size(3), query.options());
+  auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
+  auto remainder = keeps(query, keep_remainder)
+                       ? heads_inside(batch, heads, rows, value.size(3), query.options())
+                       : at::empty({0}, query.options());
+  auto parts = keeps_parts(query, attn_mask, keep_remainder)
+                   ? at::empty({batch, heads, rows, 2}, lse.options())
+                   : at::empty({0}, lse.options());
+  if (lse.numel() == 0) return {output, lse, remainder, parts};
+  std::vector<AttentionSequence> sequences;
+  const ScoreDropout drop(seed, dropout_p);
+  auto call = dense_call(in, sequences, lse, drop, {scale, softcap, window_left, window_right});
+  call.output = heads_of(output, 1, 2);
+  for (int64_t b = 0; b < batch; ++b) {
+    sequences[b].output = mutable_element(output, 0, b);
+    if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
+    if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
+  }
+  run_forward(call, rows == 1);
+  return {output, lse, remainder, parts};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> dense_attention_backward(
+    const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
+    const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
+    const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
+    const at::Tensor& lse_parts, double dropout_p, double scale, int64_t window_left,
+    int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
+  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  const int64_t columns = key.size(2);
+  at::Tensor dq, dk, dv, dmask, dsinks, ds;
+  const auto like = [&](const at::Tensor& tensor) {
+    return heads_inside(batch, tensor.size(1), tensor.size(2), tensor.size(3), tensor.options());
+  };
+  if (output_mask[0]) dq = like(query);
+  if (output_mask[1]) dk = like(key);
+  if (output_mask[2]) dv = like(value);
+  if (output_mask[3]) {
+    ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
+  }
+  const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
+  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
+  std::vector<AttentionSequence> sequences;
+  const ScoreDropout drop(seed, dropout_p);
+  auto call =
+      dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
+  call.output = heads_of(from.grad, 1, 2);
+  call.lse_has_gradient = from.has_lse;
+  call.grad_query = heads_of(dq, 1, 2);
+  call.grad_key = heads_of(dk, 1, 2);
+  call.grad_value = heads_of(dv, 1, 2);
+  for (int64_t b = 0; b < batch; ++b) {
+    auto& sequence = sequences[b];
+    // Read only: the field is the output of the forward.
+    sequence.output = const_cast<void*>(element(from.grad, 0, b));
+    sequence.delta = element(from.delta, 0, b);
+    if (parts.dim() == 4) sequence.lse_parts = const_cast<void*>(element(parts, 0, b));
+    sequence.grad_query = mutable_element(dq, 0, b);
+    sequence.grad_key = mutable_element(dk, 0, b);
+    sequence.grad_value = mutable_element(dv, 0, b);
+    sequence.grad_scores = mutable_element(ds, 0, b);
+  }
+  if (batch > 0 && (dq.defined() || dk.defined() || dv.defined() || ds.defined())) {
+    FUSEDOPS_CALL_ISA(attention_backward, call);
+  }
+  if (ds.defined()) dmask = at::sum_to(ds, in.mask.sizes()).to(in.mask.scalar_type()).contiguous();
+  if (output_mask[4]) dsinks = sinks_gradient(in.sinks, dense_lse, from.delta);
+  return {dq, dk, dv, dmask, dsinks};
+}
+
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
-  m.impl("attention", forward);
-  m.impl("attention_backward", backward);
+  m.impl("attention", dense_attention);
+  m.impl("attention_backward", dense_attention_backward);
   m.impl("attention_varlen", varlen_forward);
   m.impl("attention_varlen_backward", varlen_backward);
   m.impl("attention_decode", decode);
