@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::array kNames{"mm",
                             "addmm",
+                            "addmv",
                             "bmm",
                             "baddbmm",
                             "scaled_dot_product_attention",

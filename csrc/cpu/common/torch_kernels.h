@@ -6,7 +6,7 @@
 
 namespace fusedops {
 
-enum class TorchOperator { mm, addmm, bmm, baddbmm, attention, attention_backward, count };
+enum class TorchOperator { mm, addmm, addmv, bmm, baddbmm, attention, attention_backward, count };
 
 // Whether a call with a tensor runs our kernels: it is strided, and torch's kernels are slow in its
 // dtype on this processor.

@@ -1,8 +1,9 @@
-// mm, addmm, bmm and baddbmm of torch in half precision by our kernel of batched products. Calls
-// that do not fit together are torch's, which raises.
+// mm, addmm, addmv, bmm and baddbmm of torch in half precision by our kernels of products. Calls of
+// tensors that do not fit together are torch's, which raises.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/addmv_cpu_dispatch.h>
 #include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -60,11 +61,32 @@ Tensor with_rank(Tensor addend, int64_t rank) {
   return addend;
 }
 
+// Up to so many rows, and of longer sums, the product of packed operands is the faster one.
+constexpr int64_t kFewRows = 8, kLongSum = 512;
+
+// out = alpha * a * b + beta * addend, where `out` is dense.
+void multiply_into(const Tensor& addend, const Tensor& a, const Tensor& b, double beta,
+                   double alpha, const Tensor& out) {
+  const bool adds = addend.defined() && beta != 0.0;
+  const bool is_bias = adds && beta == 1.0 && addend.size(-2) == 1 && addend.stride(-1) == 1 &&
+                       addend.size(-1) == b.size(-1);
+  const int64_t m = a.size(-2), k = a.size(-1);
+  if (a.dim() == 3 || (m > kFewRows && k <= kLongSum) || alpha != 1.0 || (adds && !is_bias)) {
+    batched_product_into(addend, a, b, beta, alpha, out);
+    return;
+  }
+  const auto call = product_of(m, b.size(1), k, matrix(a), matrix(b), a);
+  LinearForward arguments{call, is_bias ? data(addend) : nullptr, nullptr, mutable_data(out),
+                          Activation::identity};
+  if (!is_bias) arguments.product.plain_output = mutable_data(out);
+  FUSEDOPS_CALL_ISA(linear_forward, arguments);
+}
+
 Tensor product(TorchOperator called, const Tensor& addend, const Tensor& a, const Tensor& b,
                const Scalar& beta, const Scalar& alpha) {
   count_call(called, a);
   auto out = at::empty(shape_of(a, b), a.options());
-  batched_product_into(addend, a, b, beta.toDouble(), alpha.toDouble(), out);
+  multiply_into(addend, a, b, beta.toDouble(), alpha.toDouble(), out);
   return out;
 }
 
@@ -77,7 +99,7 @@ Tensor& product_into(TorchOperator called, const Tensor& addend, const Tensor& a
     return out.copy_(product(called, addend, a, b, beta, alpha));
   }
   count_call(called, a);
-  batched_product_into(addend, a, b, beta.toDouble(), alpha.toDouble(), out);
+  multiply_into(addend, a, b, beta.toDouble(), alpha.toDouble(), out);
   return out;
 }
 
@@ -129,12 +151,47 @@ Tensor& added_in_place(Tensor& self, const Tensor& a, const Tensor& b, const Sca
   return product_into(kOperator, self, a, b, beta, alpha, self);
 }
 
+// A matrix times a vector, as the vector times the transposed matrix. torch's kernel is fast where
+// rows of the matrix are dense, which `is_ours` finds out.
+Tensor& addmv_out(const Tensor& self, const Tensor& matrix, const Tensor& vector,
+                  const Scalar& beta, const Scalar& alpha, Tensor& out) {
+  if (matrix.dim() == 2 && vector.dim() == 1 && self.dim() <= 1 && out.dim() == 1) {
+    const auto row = vector.unsqueeze(0), transposed = matrix.t();
+    auto out_row = out.unsqueeze(0);
+    if (is_ours(self, row, transposed, 2) && are_real(beta, alpha) && can_write(out, row) &&
+        out.size(0) == matrix.size(0)) {
+      product_into(TorchOperator::addmv, with_rank(self, 2), row, transposed, beta, alpha, out_row);
+      return out;
+    }
+  }
+  return at::cpu::addmv_outf(self, matrix, vector, beta, alpha, out);
+}
+
+Tensor& addmv_in_place(Tensor& self, const Tensor& matrix, const Tensor& vector, const Scalar& beta,
+                       const Scalar& alpha) {
+  // In place the addend does not broadcast.
+  if (self.dim() != 1 || matrix.dim() != 2 || self.size(0) != matrix.size(0)) {
+    return at::cpu::addmv_(self, matrix, vector, beta, alpha);
+  }
+  return addmv_out(self, matrix, vector, beta, alpha, self);
+}
+
+Tensor addmv(const Tensor& self, const Tensor& matrix, const Tensor& vector, const Scalar& beta,
+             const Scalar& alpha) {
+  if (matrix.dim() != 2) return at::cpu::addmv(self, matrix, vector, beta, alpha);
+  auto out = at::empty({matrix.size(0)}, self.options());
+  return addmv_out(self, matrix, vector, beta, alpha, out);
+}
+
 }  // namespace
 
 void replace_products(torch::Library& library) {
   constexpr auto kAddmm = TorchOperator::addmm, kBaddbmm = TorchOperator::baddbmm;
   library.impl("mm", TORCH_FN(mm));
   library.impl("mm.out", TORCH_FN(mm_out));
+  library.impl("addmv", TORCH_FN(addmv));
+  library.impl("addmv.out", TORCH_FN(addmv_out));
+  library.impl("addmv_", TORCH_FN(addmv_in_place));
   library.impl("bmm", TORCH_FN(bmm));
   library.impl("bmm.out", TORCH_FN(bmm_out));
   library.impl("addmm", TORCH_FN((added<kAddmm, 2, at::cpu::addmm>)));
