@@ -6,9 +6,9 @@
 
 Without AVX512_BF16 or AMX, torch multiplies bfloat16 tens of times slower than float32, and float16
 without AVX512_FP16 or AMX_FP16. ``enable`` replaces torch's own kernels of ``mm``, ``addmm``,
-``bmm`` and ``baddbmm`` in the dispatcher of this process, so that programs which know nothing of
-fusedops use ours: forward and backward, eager and compiled. So is the kernel of
-``scaled_dot_product_attention``. Everything else is torch's (csrc/cpu/common/torch_kernels.cpp).
+``addmv``, ``bmm``, ``baddbmm`` and ``scaled_dot_product_attention`` in the dispatcher of this
+process, so that programs which know nothing of fusedops use ours: forward and backward, eager and
+compiled. Everything else is torch's. The kernels are in C++ (csrc/cpu/common/torch_kernels.cpp).
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ __all__ = ["counts", "disable", "enable", "enabled", "is_enabled"]
 def enable() -> None:
     """Compute torch's half-precision products and attention on the CPU with kernels of fusedops.
 
-    Which dtypes are replaced depends on the processor: bfloat16 where it has neither AVX512_BF16
-    nor AMX, float16 where it has neither AVX512_FP16 nor AMX_FP16. Calls with other dtypes, layouts
-    or devices, and small ones, run torch's kernels. Products accumulate in float32 and are rounded
-    once. Calling it again has no effect.
+    Which dtypes are replaced depends on the processor: bfloat16 where it has no AMX, float16 where
+    it has neither AVX512_FP16 nor AMX_FP16. Calls with other dtypes, layouts or devices run torch's
+    kernels. Products accumulate in float32 and are rounded once. Calling it again has no effect.
 
     Raises:
         UnsupportedError: the C++ kernels are not there; the message says why.
@@ -97,12 +96,14 @@ def counts() -> dict[str, int]:
 
 @functools.cache
 def _served() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that torch multiplies slowly on this processor."""
-    flags = cpuinfo().get("flags", "").split()
-    if torch.ops.fusedops_native.isa_in_use() in ("default", "avx2", "avx512"):
+    """Return the dtypes in which torch is slower than our kernels on this processor."""
+    isa = torch.ops.fusedops_native.isa_in_use()
+    if isa in ("default", "avx2", "avx512"):
         return torch.bfloat16, torch.float16
-    return () if {"avx512_fp16", "amx_fp16"} & {*flags} else (torch.float16,)
+    has_float16 = {"avx512_fp16", "amx_fp16"} & {*cpuinfo().get("flags", "").split()}
+    float16 = () if has_float16 else (torch.float16,)
+    return (torch.bfloat16, *float16) if isa == "avx512_bf16" else float16
 
 
-# Of fewer multiplications the call itself takes longer than torch (docs/half_precision.md).
-_LEAST = 1 << 17
+# Of fewer multiplications torch is as fast (docs/half_precision.md).
+_LEAST = 1 << 9

@@ -8,14 +8,17 @@
 #include <vector>
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/isneginf.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "../../common/binding.h"
-#include "attention_binding.h"
+#include "../common/torch_kernels.h"
 
 namespace fusedops {
 namespace {
@@ -190,6 +193,35 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
   return call;
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
+    const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
+    double softcap, bool keep_remainder) {
+  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  auto output = heads_inside(batch, heads, rows, value.size(3), query.options());
+  auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
+  auto remainder = keeps(query, keep_remainder)
+                       ? heads_inside(batch, heads, rows, value.size(3), query.options())
+                       : at::empty({0}, query.options());
+  auto parts = keeps_parts(query, attn_mask, keep_remainder)
+                   ? at::empty({batch, heads, rows, 2}, lse.options())
+                   : at::empty({0}, lse.options());
+  if (lse.numel() == 0) return {output, lse, remainder, parts};
+  std::vector<AttentionSequence> sequences;
+  const ScoreDropout drop(seed, dropout_p);
+  auto call = dense_call(in, sequences, lse, drop, {scale, softcap, window_left, window_right});
+  call.output = heads_of(output, 1, 2);
+  for (int64_t b = 0; b < batch; ++b) {
+    sequences[b].output = mutable_element(output, 0, b);
+    if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
+    if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
+  }
+  run_forward(call, rows == 1);
+  return {output, lse, remainder, parts};
+}
+
 at::Tensor as_laid_out(const at::Tensor& tensor, const at::Tensor& like) {
   if (tensor.strides() == like.strides()) return tensor;
   return at::empty_strided(like.sizes(), like.strides(), like.options()).copy_(tensor);
@@ -250,6 +282,57 @@ at::Tensor sinks_gradient(const at::Tensor& sinks, const at::Tensor& lse, const 
     }
   });
   return grad;
+}
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+Gradients backward(const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
+                   const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
+                   const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
+                   const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
+                   const at::Tensor& lse_parts, double dropout_p, double scale, int64_t window_left,
+                   int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
+  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  const int64_t columns = key.size(2);
+  at::Tensor dq, dk, dv, dmask, dsinks, ds;
+  const auto like = [&](const at::Tensor& tensor) {
+    return heads_inside(batch, tensor.size(1), tensor.size(2), tensor.size(3), tensor.options());
+  };
+  if (output_mask[0]) dq = like(query);
+  if (output_mask[1]) dk = like(key);
+  if (output_mask[2]) dv = like(value);
+  if (output_mask[3]) {
+    ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
+  }
+  const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
+  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
+  std::vector<AttentionSequence> sequences;
+  const ScoreDropout drop(seed, dropout_p);
+  auto call =
+      dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
+  call.output = heads_of(from.grad, 1, 2);
+  call.lse_has_gradient = from.has_lse;
+  call.grad_query = heads_of(dq, 1, 2);
+  call.grad_key = heads_of(dk, 1, 2);
+  call.grad_value = heads_of(dv, 1, 2);
+  for (int64_t b = 0; b < batch; ++b) {
+    auto& sequence = sequences[b];
+    // Read only: the field is the output of the forward.
+    sequence.output = const_cast<void*>(element(from.grad, 0, b));
+    sequence.delta = element(from.delta, 0, b);
+    if (parts.dim() == 4) sequence.lse_parts = const_cast<void*>(element(parts, 0, b));
+    sequence.grad_query = mutable_element(dq, 0, b);
+    sequence.grad_key = mutable_element(dk, 0, b);
+    sequence.grad_value = mutable_element(dv, 0, b);
+    sequence.grad_scores = mutable_element(ds, 0, b);
+  }
+  if (batch > 0 && (dq.defined() || dk.defined() || dv.defined() || ds.defined())) {
+    FUSEDOPS_CALL_ISA(attention_backward, call);
+  }
+  if (ds.defined()) dmask = at::sum_to(ds, in.mask.sizes()).to(in.mask.scalar_type()).contiguous();
+  if (output_mask[4]) dsinks = sinks_gradient(in.sinks, dense_lse, from.delta);
+  return {dq, dk, dv, dmask, dsinks};
 }
 
 // ---- attention_varlen ----
@@ -396,90 +479,94 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& query, const at::Ten
   return {output, lse};
 }
 
-}  // namespace
+// ---- scaled_dot_product_attention of torch: csrc/cpu/common/torch_kernels.h ----
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> dense_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
-    const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
-    double softcap, bool keep_remainder) {
-  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
-  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  auto output = heads_inside(batch, heads, rows, value.size(3), query.options());
-  auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
-  auto remainder = keeps(query, keep_remainder)
-                       ? heads_inside(batch, heads, rows, value.size(3), query.options())
-                       : at::empty({0}, query.options());
-  auto parts = keeps_parts(query, attn_mask, keep_remainder)
-                   ? at::empty({batch, heads, rows, 2}, lse.options())
-                   : at::empty({0}, lse.options());
-  if (lse.numel() == 0) return {output, lse, remainder, parts};
-  std::vector<AttentionSequence> sequences;
-  const ScoreDropout drop(seed, dropout_p);
-  auto call = dense_call(in, sequences, lse, drop, {scale, softcap, window_left, window_right});
-  call.output = heads_of(output, 1, 2);
-  for (int64_t b = 0; b < batch; ++b) {
-    sequences[b].output = mutable_element(output, 0, b);
-    if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
-    if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
-  }
-  run_forward(call, rows == 1);
-  return {output, lse, remainder, parts};
+bool has_mask(const Optional& mask) {
+  return mask.has_value() && mask->defined();
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> dense_attention_backward(
-    const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
-    const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
-    const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
-    const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
-    const at::Tensor& lse_parts, double dropout_p, double scale, int64_t window_left,
-    int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
-  const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
-  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  const int64_t columns = key.size(2);
-  at::Tensor dq, dk, dv, dmask, dsinks, ds;
-  const auto like = [&](const at::Tensor& tensor) {
-    return heads_inside(batch, tensor.size(1), tensor.size(2), tensor.size(3), tensor.options());
-  };
-  if (output_mask[0]) dq = like(query);
-  if (output_mask[1]) dk = like(key);
-  if (output_mask[2]) dv = like(value);
-  if (output_mask[3]) {
-    ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
+bool is_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
+  const int64_t rank = mask.dim();
+  if (!is_replaced(mask) && mask.scalar_type() != at::kFloat) return false;
+  if (mask.scalar_type() != query.scalar_type() && mask.scalar_type() != at::kFloat) return false;
+  const int64_t sizes[] = {query.size(0), query.size(1), query.size(2), key.size(2)};
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    if (mask.size(dim) != 1 && mask.size(dim) != sizes[4 - rank + dim]) return false;
   }
-  const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
-  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
-  std::vector<AttentionSequence> sequences;
-  const ScoreDropout drop(seed, dropout_p);
-  auto call =
-      dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
-  call.output = heads_of(from.grad, 1, 2);
-  call.lse_has_gradient = from.has_lse;
-  call.grad_query = heads_of(dq, 1, 2);
-  call.grad_key = heads_of(dk, 1, 2);
-  call.grad_value = heads_of(dv, 1, 2);
-  for (int64_t b = 0; b < batch; ++b) {
-    auto& sequence = sequences[b];
-    // Read only: the field is the output of the forward.
-    sequence.output = const_cast<void*>(element(from.grad, 0, b));
-    sequence.delta = element(from.delta, 0, b);
-    if (parts.dim() == 4) sequence.lse_parts = const_cast<void*>(element(parts, 0, b));
-    sequence.grad_query = mutable_element(dq, 0, b);
-    sequence.grad_key = mutable_element(dk, 0, b);
-    sequence.grad_value = mutable_element(dv, 0, b);
-    sequence.grad_scores = mutable_element(ds, 0, b);
+  return rank == 2 || rank == 4;
+}
+
+// Whether our kernels run a call: the tensors fit together.
+bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+             double dropout_p, const Optional& mask, std::optional<double> scale) {
+  for (const auto* tensor : {&query, &key, &value}) {
+    if (!is_replaced(*tensor) || tensor->scalar_type() != query.scalar_type() ||
+        tensor->dim() != 4 || tensor->numel() == 0 || tensor->size(0) != query.size(0) ||
+        tensor->size(1) != query.size(1) || tensor->size(3) != query.size(3)) {
+      return false;
+    }
   }
-  if (batch > 0 && (dq.defined() || dk.defined() || dv.defined() || ds.defined())) {
-    FUSEDOPS_CALL_ISA(attention_backward, call);
+  return key.size(2) == value.size(2) && dropout_p == 0.0 && scale.value_or(1.0) > 0.0 &&
+         (!has_mask(mask) || is_mask(*mask, query, key));
+}
+
+// The mask with four dimensions.
+Optional as_four(const Optional& mask) {
+  if (!has_mask(mask)) return std::nullopt;
+  return mask->dim() == 4 ? *mask : mask->unsqueeze(0).unsqueeze(0);
+}
+
+double scale_of(const at::Tensor& query, std::optional<double> scale) {
+  return scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
+}
+
+std::tuple<at::Tensor, at::Tensor> torch_forward(const at::Tensor& query, const at::Tensor& key,
+                                                 const at::Tensor& value, double dropout_p,
+                                                 bool is_causal, const Optional& attn_mask,
+                                                 std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, attn_mask, scale)) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p,
+                                                                is_causal, attn_mask, scale);
   }
-  if (ds.defined()) dmask = at::sum_to(ds, in.mask.sizes()).to(in.mask.scalar_type()).contiguous();
-  if (output_mask[4]) dsinks = sinks_gradient(in.sinks, dense_lse, from.delta);
-  return {dq, dk, dv, dmask, dsinks};
+  count_call(TorchOperator::attention, query);
+  const auto [output, lse, remainder, parts] =
+      forward(query, key, value, as_four(attn_mask), {}, {}, {}, 0.0, scale_of(query, scale),
+              /*window_left=*/-1, /*window_right=*/is_causal ? 0 : -1, /*softcap=*/0.0,
+              /*keep_remainder=*/false);
+  // torch's lies in memory as [batch, tokens, heads], and is 0 where a mask forbids all keys.
+  if (has_mask(attn_mask)) lse.masked_fill_(lse.isneginf(), 0);
+  auto logsumexp = at::empty({lse.size(0), lse.size(2), lse.size(1)}, lse.options());
+  return {output, logsumexp.transpose_(1, 2).copy_(lse)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> torch_backward(
+    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& out, const at::Tensor& logsumexp, double dropout_p,
+    bool is_causal, const Optional& attn_mask, std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, attn_mask, scale)) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale);
+  }
+  count_call(TorchOperator::attention_backward, query);
+  const auto nothing_kept = at::empty({0}, query.options());
+  const auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
+      backward(grad_out, {}, query, key, value, as_four(attn_mask), {}, {}, {}, out, logsumexp,
+               nothing_kept, nothing_kept, 0.0, scale_of(query, scale), /*window_left=*/-1,
+               /*window_right=*/is_causal ? 0 : -1, /*softcap=*/0.0, /*keep_remainder=*/false,
+               c10::List<bool>({true, true, true, false, false}));
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+
+void replace_attention(torch::Library& library) {
+  library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(torch_forward));
+  library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(torch_backward));
 }
 
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
-  m.impl("attention", dense_attention);
-  m.impl("attention_backward", dense_attention_backward);
+  m.impl("attention", forward);
+  m.impl("attention_backward", backward);
   m.impl("attention_varlen", varlen_forward);
   m.impl("attention_varlen_backward", varlen_backward);
   m.impl("attention_decode", decode);
