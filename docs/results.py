@@ -349,6 +349,151 @@ def products_table() -> str:
             f"torch {record['versions']['torch'].split('+')[0]}, {record['created'][:10]}; "
             f"medians of {record['turns']} turns:",
             "",
+            "| milliseconds (of float32) | float32, torch | bfloat16, torch |"
+            " bfloat16, fusedops.cpu | float16, torch | float16, fusedops.cpu |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for case, results in record["cases"].items():
+            cells = [f"{results['float32']['ms']['torch']:.2f}"]
+            for dtype in ("bfloat16", "float16"):
+                ms, share = results[dtype]["ms"], results[dtype]["of_float32"]
+                ours = f"{ms['fusedops']:.2f} ({share:.2f})"
+                cells += [
+                    f"{ms['torch']:.2f}" if "torch" in ms else "-",
+                    ours if dtype in record["replaced"] else "torch's",
+                ]
+            what, _, sizes = case.partition(",")
+            lines.append(f"| `{what}`,{sizes} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+def types_table() -> str:
+    """Return how much faster the training step of each model type is, by device, task and dtype."""
+    blocks = []
+    for folder in sorted(path for path in RESULTS.glob("*") if list(path.glob("types-*.json"))):
+        lines = [
+            "| task | dtype | types | slowest | quartiles | fastest |",
+            "|---|---|---:|---|---:|---|",
+        ]
+        name = folder.name
+        for path in sorted(folder.glob("types-*.json")):
+            record: dict[str, Any] = json.loads(path.read_text())
+            name = f"{record['name']} ({folder.name})"
+            task, _, dtype = path.stem.removeprefix("types-").rpartition("-")
+            rows = sorted((row["times_faster"]["median"], row["type"]) for row in record["rows"])
+            ratios = [ratio for ratio, _ in rows]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            (slowest, first), (fastest, last) = rows[0], rows[-1]
+            lines.append(
+                f"| {task.replace('-', ' ')} | {dtype} | {len(rows)} | {slowest:.2f} ({first}) "
+                f"| {low:.2f}, {middle:.2f}, {high:.2f} | {fastest:.2f} ({last}) |"
+            )
+        blocks.append("\n".join([f"{name}:", "", *lines]))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+def demo_table() -> str:
+    """Return the speeds and loss differences of the committed runs of the demo."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/demo.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        lines = [
+            f"{record['machine']['name']}, torch {record['versions']['torch']}: "
+            f"GPT-2 architecture, {record['parameters'] / 1e6:.1f} M parameters, Python source:",
+            "",
+            "| model | dtype | allocator | tokens/s | speed-up |",
+            "|---|---|---|---:|---:|",
+        ]
+        for row in record["rows"]:
+            lines.append(
+                f"| {row['model']} | {row['dtype']} | {row['allocator']} "
+                f"| {row['tokens_per_second']:.0f} | {row['speed_up']:.2f} |"
+            )
+        for each in record["comparisons"]:
+            lines.append("")
+            lines.append(
+                f"{each['dtype']}: largest relative loss difference to stock in the first 20 steps "
+                f"{each['largest_loss_difference_first_20']:.1e}."
+            )
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def demo_line() -> str:
+    """Return what the committed run of the demo gained, in a sentence."""
+    path = RESULTS / "cpu-zen5" / "demo.json"
+    record: dict[str, Any] = json.loads(path.read_text())
+    gains = [
+        f"{row['speed_up']:.2f} times as fast as stock in {row['dtype']}"
+        for row in record["rows"]
+        if row["model"] == "fusedops" and row["allocator"] == "tuned"
+    ]
+    size = f"{record['parameters'] / 1e6:.0f} M parameters"
+    return (
+        f"* **With AdamW** (`make demo`: GPT-2 of {size}, two Zen 5 cores): {gains[0]},\n"
+        f"  {gains[1]} autocast."
+    )
+
+
+def trainer_table() -> str:
+    """Return how much faster complete models train in transformers' Trainer, by machine."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/in_trainer.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        precisions = list(next(iter(record["cases"].values())))
+        settings = record["settings"]
+        lines = [
+            f"{_PROCESSORS[record['machine']['slug']]}, {record['machine']['threads']} threads, "
+            f"{settings['batch']} x {settings['tokens']} tokens, "
+            f"torch {record['versions']['torch'].split('+')[0]}, "
+            f"transformers {record['versions']['transformers']}, {record['created'][:10]}:",
+            "",
+            f"| model | {' | '.join(precisions)} |",
+            "|---|" + "---:|" * len(precisions),
+        ]
+        for name, results in record["cases"].items():
+            cells = [_trainer_cell(result) for result in results.values()]
+            parameters = next(iter(results.values()))["parameters"] / 1e6
+            lines.append(f"| {name} ({parameters:.0f} M) | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def _trainer_cell(result: dict[str, Any]) -> str:
+    """Return the speed-up, its extremes, and the speeds of both Trainers."""
+    ratios, speeds = result["speed_ups"], result["tokens_per_second"]
+    return (
+        f"{result['speed_up']:.2f} ({min(ratios):.2f}-{max(ratios):.2f}): "
+        f"{speeds['patched']:.0f} instead of {speeds['stock']:.0f} tokens/s"
+    )
+
+
+def trainer_summary() -> str:
+    """Return the speed-ups of complete models in the Trainer, a line for each model."""
+    record: dict[str, Any] = json.loads((RESULTS / "cpu-zen4" / "in_trainer.json").read_text())
+    precisions = list(next(iter(record["cases"].values())))
+    head = f"| complete models in the Trainer, with AdamW | {' | '.join(precisions)} |"
+    lines = [head, "|---|" + "---:|" * len(precisions)]
+    for name, results in record["cases"].items():
+        cells = [f"{result['speed_up']:.2f}" for result in results.values()]
+        parameters = next(iter(results.values()))["parameters"] / 1e6
+        lines.append(f"| {name} ({parameters:.0f} M) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def products_table() -> str:
+    """Return torch's products in half precision with and without ``fusedops.cpu``, by machine."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/torch_products-*.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        name = _PROCESSORS[record["machine"]["slug"].split("-as-")[0]]
+        held = " held to AVX2" if record["isa"] == "avx2" else ""
+        lines = [
+            f"{name}{held}, {record['machine']['threads']} threads, "
+            f"torch {record['versions']['torch'].split('+')[0]}, {record['created'][:10]}; "
+            f"medians of {record['turns']} turns:",
+            "",
             "| milliseconds | float32, torch | bfloat16, torch | bfloat16, fusedops.cpu |"
             " float16, torch | float16, fusedops.cpu |",
             "|---|---:|---:|---:|---:|---:|",

@@ -105,8 +105,9 @@ Tensor product(TorchOperator called, const Tensor& addend, const Tensor& a, cons
 Tensor& product_into(TorchOperator called, const Tensor& addend, const Tensor& a, const Tensor& b,
                      const Scalar& beta, const Scalar& alpha, Tensor& out) {
   at::native::resize_output(out, shape_of(a, b));
+  const bool adds = addend.defined() && beta.toDouble() != 0.0;
   const bool reads_out =
-      out.is_alias_of(a) || out.is_alias_of(b) || (addend.defined() && out.is_alias_of(addend));
+      out.is_alias_of(a) || out.is_alias_of(b) || (adds && out.is_alias_of(addend));
   if (reads_out || !out.is_contiguous()) {
     return out.copy_(product(called, addend, a, b, beta, alpha));
   }
@@ -166,19 +167,19 @@ Tensor addmm_activation(const Tensor& self, const Tensor& a, const Tensor& b, co
   return use_gelu ? at::gelu_(out) : out.relu_();
 }
 
-// mv: a matrix times a vector, as the vector times the transposed matrix.
-Tensor& addmv_out(const Tensor& self, const Tensor& matrix, const Tensor& vector,
-                  const Scalar& beta, const Scalar& alpha, Tensor& out) {
-  if (matrix.dim() == 2 && vector.dim() == 1 && self.dim() <= 1 && out.dim() == 1) {
+// torch.mv calls it: a matrix times a vector, as the vector times the transposed matrix.
+Tensor& addmv_in_place(Tensor& self, const Tensor& matrix, const Tensor& vector, const Scalar& beta,
+                       const Scalar& alpha) {
+  if (self.dim() == 1 && matrix.dim() == 2 && vector.dim() == 1 && self.size(0) == matrix.size(0) &&
+      can_write(self, vector)) {
     const auto row = vector.unsqueeze(0), transposed = matrix.t();
-    auto out_row = out.unsqueeze(0);
-    if (is_ours(self, row, transposed, beta, alpha, 2) && can_write(out, row) &&
-        out.size(0) == matrix.size(0)) {
-      product_into(TorchOperator::addmv, with_rank(self, 2), row, transposed, beta, alpha, out_row);
-      return out;
+    auto out = self.unsqueeze(0);
+    if (is_ours(out, row, transposed, beta, alpha, 2)) {
+      product_into(TorchOperator::addmv, out, row, transposed, beta, alpha, out);
+      return self;
     }
   }
-  return at::cpu::addmv_outf(self, matrix, vector, beta, alpha, out);
+  return at::cpu::addmv_(self, matrix, vector, beta, alpha);
 }
 
 }  // namespace
@@ -195,7 +196,7 @@ void replace_products(torch::Library& library) {
   library.impl("baddbmm", TORCH_FN((added<Op::baddbmm, 3, at::cpu::baddbmm>)));
   library.impl("baddbmm.out", TORCH_FN((added_out<Op::baddbmm, 3, at::cpu::baddbmm_outf>)));
   library.impl("baddbmm_", TORCH_FN((added_in_place<Op::baddbmm, 3, at::cpu::baddbmm_>)));
-  library.impl("addmv.out", TORCH_FN(addmv_out));
+  library.impl("addmv_", TORCH_FN(addmv_in_place));
   library.impl("_addmm_activation", TORCH_FN(addmm_activation));
 }
 
