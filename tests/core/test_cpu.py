@@ -190,12 +190,15 @@ MASKS: dict[str, Callable[[torch.dtype], torch.Tensor | None]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_attention_matches_float64_and_lies_as_torchs(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads_inside", [True, False])
+def test_attention_matches_float64_and_lies_as_torchs(
+    heads_inside: bool, name: str, dtype: torch.dtype
+) -> None:
     def run(dtype: torch.dtype, mask: torch.Tensor | None) -> list[torch.Tensor]:
-        leaves = [
-            new(2, 7, 3, 16, dtype=given).to(dtype).transpose(1, 2).requires_grad_(),
-            *(new(2, 3, 11, 16, dtype=given).to(dtype).requires_grad_() for _ in range(2)),
-        ]
+        query = new(2, 7, 3, 16, dtype=given).to(dtype).transpose(1, 2)
+        query = query if heads_inside else query.contiguous()
+        keys_and_values = (new(2, 3, 11, 16, dtype=given).to(dtype) for _ in range(2))
+        leaves = [leaf.requires_grad_() for leaf in (query, *keys_and_values)]
         output = F.scaled_dot_product_attention(
             *leaves, attn_mask=mask, is_causal=name == "causal", scale=0.3
         )
@@ -332,19 +335,24 @@ def test_autocast_and_vmap() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_compiled_code_runs_it(compiled_first: bool) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        q = F.linear(x, weight).unflatten(-1, (2, 40)).movedim(1, 0)[None]
+        return F.scaled_dot_product_attention(q, q, q) + 1
+
     x, weight = new(64, 96, dtype=torch.float16), new(80, 96, dtype=torch.float16)
     x.requires_grad_()
-    expected = F.linear(x, weight) + 1
-    compiled = torch.compile(lambda x: F.linear(x, weight) + 1)
+    expected = run(x)
+    compiled = torch.compile(run)
     if compiled_first:
         cpu.disable()
         compiled(x).sum().backward()
         cpu.enable()
     found = compiled(x)
     torch.testing.assert_close(found, expected)
-    before = cpu.counts()["mm float16"]
+    before = cpu.counts()
     found.sum().backward()
-    assert cpu.counts()["mm float16"] > before
+    assert cpu.counts()["mm float16"] > before["mm float16"]
+    assert cpu.counts()["scaled_dot_product_attention_backward float16"] == 1
 
 
 def test_it_is_reversible() -> None:

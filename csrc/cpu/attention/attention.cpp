@@ -11,6 +11,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isneginf.h>
 #include <ATen/ops/zeros.h>
@@ -533,10 +534,10 @@ std::tuple<at::Tensor, at::Tensor> torch_forward(const at::Tensor& query, const 
       forward(query, key, value, as_four(attn_mask), {}, {}, {}, 0.0, scale_of(query, scale),
               /*window_left=*/-1, /*window_right=*/is_causal ? 0 : -1, /*softcap=*/0.0,
               /*keep_remainder=*/false);
-  // torch's lies in memory as [batch, tokens, heads], and is 0 where a mask forbids all keys.
+  // torch's log-sum-exp lies as [batch, tokens, heads], and is 0 where a mask forbids all keys.
   if (has_mask(attn_mask)) lse.masked_fill_(lse.isneginf(), 0);
   auto logsumexp = at::empty({lse.size(0), lse.size(2), lse.size(1)}, lse.options());
-  return {output, logsumexp.transpose_(1, 2).copy_(lse)};
+  return {as_laid_out(output, at::empty_like(query)), logsumexp.transpose_(1, 2).copy_(lse)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> torch_backward(
