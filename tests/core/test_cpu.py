@@ -116,6 +116,35 @@ def test_what_is_not_ours_is_torchs() -> None:
     assert not cpu.counts()
 
 
+HALF = torch.ones(32, 32).half()
+WRONG: list[Callable[[], object]] = [
+    lambda: HALF @ torch.ones(33, 5).half(),
+    lambda: torch.mm(HALF, HALF[None]),
+    lambda: torch.mm(HALF, HALF.float()),
+    lambda: torch.mm(HALF, HALF, out=torch.empty(32, 32)),
+    lambda: torch.mm(HALF, HALF, out=torch.empty(1).half().expand(32, 32)),
+    lambda: torch.addmm(torch.ones(5).half(), HALF, HALF),
+    lambda: torch.addmm(HALF, HALF, HALF, alpha=1j),
+    lambda: HALF.clone()[:1].addmm_(HALF, HALF),
+    lambda: torch.bmm(HALF[None], HALF),
+    lambda: torch.baddbmm(HALF, HALF.expand(2, 32, 32), HALF[None]),
+    lambda: HALF @ torch.ones(33).half(),
+    lambda: torch._addmm_activation(torch.ones(5).half(), HALF, HALF),
+    lambda: F.scaled_dot_product_attention(HALF[None], HALF[None], HALF[None].float()),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors_are_torchs(wrong: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as found:
+        wrong()
+    assert not cpu.counts()
+    cpu.disable()
+    with pytest.raises(RuntimeError) as expected:
+        wrong()
+    assert str(found.value) == str(expected.value)
+
+
 def test_what_torch_computes_faster_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     row, weight = new(1, 1024, dtype=torch.float16), new(300, 1024, dtype=torch.float16)
     F.linear(row, weight)
