@@ -87,6 +87,7 @@ test-isas: setup
 	for isa in avx2 default; do \
 	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) tests/ops -m "not slow and not gpu and not interpreter" \
 	    -k "$(ISA_TESTS) and not torch-cpu" || exit 1; \
+	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) tests/core/test_cpu.py -m "not slow" || exit 1; \
 	done
 
 # The kernels as Triton and nvcc compile them for sm_80 and sm_90: their PTX is executed on the CPU.

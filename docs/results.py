@@ -349,16 +349,19 @@ def products_table() -> str:
             f"torch {record['versions']['torch'].split('+')[0]}, {record['created'][:10]}; "
             f"medians of {record['turns']} turns:",
             "",
-            "| milliseconds | float32, torch | bfloat16, torch | bfloat16, fusedops.cpu |"
-            " float16, torch | float16, fusedops.cpu |",
+            "| milliseconds (of float32) | float32, torch | bfloat16, torch |"
+            " bfloat16, fusedops.cpu | float16, torch | float16, fusedops.cpu |",
             "|---|---:|---:|---:|---:|---:|",
         ]
         for case, results in record["cases"].items():
             cells = [f"{results['float32']['ms']['torch']:.2f}"]
             for dtype in ("bfloat16", "float16"):
-                ms = results[dtype]["ms"]
-                replaced = dtype in record["replaced"]
-                cells += [f"{ms['torch']:.2f}", f"{ms['fusedops']:.2f}" if replaced else "torch's"]
+                ms, share = results[dtype]["ms"], results[dtype]["of_float32"]
+                ours = f"{ms['fusedops']:.2f} ({share:.2f})"
+                cells += [
+                    f"{ms['torch']:.2f}" if "torch" in ms else "-",
+                    ours if dtype in record["replaced"] else "torch's",
+                ]
             what, _, sizes = case.partition(",")
             lines.append(f"| `{what}`,{sizes} | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))

@@ -18,9 +18,10 @@ import pytest
 import torch
 import unmeasured_guards
 
-from fusedops._core import env
+from fusedops._core import backends, env
 from fusedops._core.generators import seed_generators
 from fusedops.integrations.hf.rules import rule, torch_modules
+from fusedops.specs import all_specs
 
 # What tests use beside those four. expecttest: torch's own lists of samples need it.
 OPTIONAL = (
@@ -74,10 +75,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
     return _Module.from_parent(parent, path=module_path)
 
 
-# Ops that have no Triton kernel.
-WITHOUT_TRITON = ("quantized_linear",)
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what cannot run here; in Triton's interpreter only the tests marked for it can."""
@@ -86,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_interpreter = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, in its own process")
     only_interpreter = pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only its own tests run")
     no_kernel = pytest.mark.skip(reason="a GPU computes this op by its reference")
+    no_kernels = [name for name in all_specs() if backends._KERNELS[name].triton is None]
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
@@ -96,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 )
             if not env.triton_interpreted():
                 item.add_marker(no_interpreter)
-            elif any(name in item.nodeid for name in WITHOUT_TRITON):
+            elif any(name in item.nodeid for name in no_kernels):
                 item.add_marker(no_kernel)
         elif env.triton_interpreted():
             item.add_marker(only_interpreter)

@@ -1,17 +1,21 @@
-"""``fusedops.cpu``: torch's half-precision products run our kernels, right and reversibly."""
+"""``fusedops.cpu``: torch's half-precision products and attention run our kernels, reversibly."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from comparing import assert_close
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedops.cpu as cpu
 from fusedops._core import extension
@@ -112,15 +116,233 @@ def test_what_is_not_ours_is_torchs() -> None:
     assert not cpu.counts()
 
 
+HALF = torch.ones(32, 32).half()
+WRONG: list[Callable[[], object]] = [
+    lambda: HALF @ torch.ones(33, 5).half(),
+    lambda: torch.mm(HALF, HALF[None]),
+    lambda: torch.mm(HALF, HALF.float()),
+    lambda: torch.mm(HALF, HALF, out=torch.empty(32, 32)),
+    lambda: torch.mm(HALF, HALF, out=torch.empty(1).half().expand(32, 32)),
+    lambda: torch.addmm(torch.ones(5).half(), HALF, HALF),
+    lambda: torch.addmm(HALF, HALF, HALF, alpha=1j),
+    lambda: HALF.clone()[:1].addmm_(HALF, HALF),
+    lambda: torch.bmm(HALF[None], HALF),
+    lambda: torch.baddbmm(HALF, HALF.expand(2, 32, 32), HALF[None]),
+    lambda: HALF @ torch.ones(33).half(),
+    lambda: torch._addmm_activation(torch.ones(5).half(), HALF, HALF),
+    lambda: F.scaled_dot_product_attention(HALF[None], HALF[None], HALF[None].float()),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors_are_torchs(wrong: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as found:
+        wrong()
+    assert not cpu.counts()
+    cpu.disable()
+    with pytest.raises(RuntimeError) as expected:
+        wrong()
+    assert str(found.value) == str(expected.value)
+
+
 def test_what_torch_computes_faster_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    row, weight = new(1, 512, dtype=torch.float16), new(300, 512, dtype=torch.float16)
+    row, weight = new(1, 1024, dtype=torch.float16), new(300, 1024, dtype=torch.float16)
     F.linear(row, weight)
     assert not cpu.counts()
     row @ weight.T.contiguous()
     assert cpu.counts() == {"mm float16": 1}
-    monkeypatch.setattr(cpu, "_LEAST", 1 << 18)
-    row @ weight.T.contiguous()
-    assert cpu.counts() == {"mm float16": 1}
+    cpu.disable()
+    monkeypatch.setattr(cpu, "_LEAST", 1 << 19)
+    with cpu.enabled():
+        row @ weight.T.contiguous()
+        assert not cpu.counts()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["mm", "bmm"])
+def test_out_of_any_layout(batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    product = torch.bmm if batch else torch.mm
+    a, b = new(*batch, 9, 9, dtype=dtype), new(*batch, 9, 9, dtype=dtype).mT
+    expected = product(a, b)
+    wide, wider = torch.zeros(2, *batch, 9, 18, dtype=dtype)
+    transposed, empty = torch.empty_like(expected).mT, torch.empty(0, dtype=dtype)
+    for out in (transposed, wide[..., :9], wider[..., ::2], empty):
+        assert product(a, b, out=out) is out
+        assert torch.equal(out, expected)
+    assert not wide[..., 9:].any() and not wider[..., 1::2].any()
+    with pytest.warns(UserWarning, match="resized"):
+        product(a, b, out=torch.ones(*batch, 4, 4, dtype=dtype))
+    left, right = a.clone(), b.clone()
+    assert torch.equal(product(left, b, out=left), expected)
+    assert torch.equal(product(a, right, out=right), expected)
+    assert cpu.counts() == {f"{product.__name__} {str(dtype)[6:]}": 8}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_addend_may_be_the_result(dtype: torch.dtype) -> None:
+    a, b, c = (new(9, 9, dtype=dtype) for _ in range(3))
+    expected = torch.addmm(c, a, b, beta=0.5)
+    for index in range(3):
+        tensors = [a.clone(), b.clone(), c.clone()]
+        torch.addmm(tensors[2], *tensors[:2], beta=0.5, out=tensors[index])
+        assert torch.equal(tensors[index], expected)
+    assert torch.equal(a.clone().addmm_(a, b), torch.addmm(a, a, b))
+    with pytest.raises(RuntimeError, match="shape|size"):
+        new(9, dtype=dtype).addmm_(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_vectors_and_layers_for_inference(dtype: torch.dtype) -> None:
+    a, vector = new(17, 33, dtype=dtype), new(17, dtype=dtype)
+    expected = a.T.double() @ vector.double()
+    assert_close(a.T @ vector, expected, expected.to(dtype), depth=17)
+    assert cpu.counts() == {f"addmv {str(dtype)[6:]}": 1}
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu").eval()
+    x = new(2, 9, 32, dtype=dtype)
+    with torch.inference_mode():
+        expected = layer.double()(x.double())
+        found = layer.to(dtype)(x)
+    assert (found - expected).abs().max() < 8 * torch.finfo(dtype).eps * expected.abs().max()
+    assert cpu.counts()[f"addmm {str(dtype)[6:]}"] == 3
+
+
+MASKS: dict[str, Callable[[torch.dtype], torch.Tensor | None]] = {
+    "none": lambda dtype: None,
+    "causal": lambda dtype: None,
+    "rows": lambda dtype: new(7, 11, dtype=dtype),
+    "batch": lambda dtype: new(2, 1, 7, 11, dtype=dtype),
+    "float32": lambda dtype: new(1, 3, 1, 11, dtype=torch.float32),
+    "boolean": lambda dtype: new(7, 11, dtype=dtype) > 0,
+    "a row of nothing": lambda dtype: (torch.arange(7) > 0)[:, None].expand(7, 11),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("heads_inside", [True, False])
+def test_attention_matches_float64_and_lies_as_torchs(
+    heads_inside: bool, name: str, dtype: torch.dtype
+) -> None:
+    def run(dtype: torch.dtype, mask: torch.Tensor | None) -> list[torch.Tensor]:
+        query = new(2, 7, 3, 16, dtype=given).to(dtype).transpose(1, 2)
+        query = query if heads_inside else query.contiguous()
+        keys_and_values = (new(2, 3, 11, 16, dtype=given).to(dtype) for _ in range(2))
+        leaves = [leaf.requires_grad_() for leaf in (query, *keys_and_values)]
+        output = F.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, is_causal=name == "causal", scale=0.3
+        )
+        grads = torch.autograd.grad(output, leaves, 0.5 + output.detach())
+        return [output.detach(), *grads]
+
+    given, mask = dtype, MASKS[name](dtype)
+    found = run(dtype, mask)
+    assert cpu.counts() == {
+        f"scaled_dot_product_attention{part} {str(dtype)[6:]}": 1 for part in ("", "_backward")
+    }
+    cpu.disable()
+    stock = run(dtype, mask)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    for ours, torchs, exact in zip(found, stock, run(torch.float64, mask), strict=True):
+        assert (ours.stride(), ours.dtype) == (torchs.stride(), torchs.dtype)
+        allowed = 4 * torch.finfo(dtype).eps * exact.abs().max()
+        assert (ours - exact).abs().max() < allowed
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_forward_and_backward_of_attention_may_differ(ours_first: bool) -> None:
+    q, k, v = (new(1, 2, size, 8, dtype=torch.float16).requires_grad_() for size in (5, 7, 7))
+    mask = (torch.arange(5) > 0)[:, None].expand(5, 7)
+    grads = []
+    for mixed in (False, True):
+        if mixed and not ours_first:
+            cpu.disable()
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if mixed:
+            cpu.disable() if ours_first else cpu.enable()
+        grads.append(torch.autograd.grad(output, (q, k, v), torch.ones_like(output)))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=4e-3, rtol=4e-3)
+
+
+def test_attention_that_is_not_ours_is_torchs() -> None:
+    q = new(1, 2, 5, 8, dtype=torch.float16)
+    F.scaled_dot_product_attention(q.float(), q.float(), q.float())
+    F.scaled_dot_product_attention(q[:, :, :0], q, q)
+    assert not cpu.counts()
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, q.float(), q)
+    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # torch computes it in float32
+    assert not cpu.counts()
+
+
+def test_second_derivatives() -> None:
+    x, weight = new(5, 8, dtype=torch.float16), new(6, 8, dtype=torch.float16).requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    results = []
+    for x_, w in ((x, weight), (x.double(), exact)):
+        (grad,) = torch.autograd.grad(F.linear(x_, w).square().sum(), w, create_graph=True)
+        results.append(torch.autograd.grad(grad.sum(), w)[0].double())
+    assert (results[0] - results[1]).abs().max() < 4e-3 * results[1].abs().max()
+    assert cpu.counts()["mm float16"] >= 4
+
+
+def test_views_of_negative_numbers_and_inference_mode() -> None:
+    a, b = new(5, 8, dtype=torch.float16), new(8, 6, dtype=torch.float16)
+    expected = a @ b
+    with torch.inference_mode():
+        assert torch.equal(torch._neg_view(a) @ b, -expected)
+        assert torch.equal(torch.zeros_like(expected).addmm_(a, b), expected)
+    assert cpu.counts() == {"mm float16": 2, "addmm float16": 1}
+
+
+def test_threads_may_multiply_while_it_changes() -> None:
+    half = new(40, 40, dtype=torch.float16)
+    exact = half.double() @ half.double()
+    done = threading.Event()
+    errors: list[float] = []
+
+    def multiply() -> None:
+        while not done.is_set():
+            errors.append(float((half @ half - exact).abs().max()))
+
+    workers = [threading.Thread(target=multiply) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for _ in range(50):
+        cpu.disable()
+        cpu.enable()
+    done.set()
+    for worker in workers:
+        worker.join()
+    assert errors and max(errors) < 0.05
+
+
+def step_of_wrapped(rank: int, kind: str) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Return the calls and the gradients of a model that torch shards or replicates."""
+    cpu._served = lambda: DTYPES  # type: ignore[assignment]
+    cpu._LEAST = 1
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(torch.bfloat16)
+    with cpu.enabled():
+        if kind == "DDP":
+            model = DistributedDataParallel(model)
+        elif kind == "FSDP2":
+            fully_shard(model)
+        x = new(8, 16, dtype=torch.bfloat16)
+        x = x if kind == "one process" else x.chunk(2)[rank]
+        model(x).float().square().mean().backward()
+        grads = [p.grad.full_tensor() if kind == "FSDP2" else p.grad for p in model.parameters()]
+        return cpu.counts(), [grad.float() for grad in grads]
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_data_parallel_training(kind: str, on_processes: Callable[..., list[Any]]) -> None:
+    (_, expected), *_ = on_processes(step_of_wrapped, 1, "one process")
+    for calls, grads in on_processes(step_of_wrapped, 2, kind):
+        assert calls == {"addmm bfloat16": 2, "mm bfloat16": 3}
+        for found, wanted in zip(grads, expected, strict=True):
+            error = (found - wanted).abs().max()
+            assert error < 4 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
 
 
 def test_beta_0_ignores_what_is_added() -> None:
@@ -141,13 +363,26 @@ def test_autocast_and_vmap() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_runs_it() -> None:
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_compiled_code_runs_it(compiled_first: bool) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        q = F.linear(x, weight).unflatten(-1, (2, 40)).movedim(1, 0)[None]
+        return F.scaled_dot_product_attention(q, q, q) + 1
+
     x, weight = new(64, 96, dtype=torch.float16), new(80, 96, dtype=torch.float16)
-    expected = F.linear(x, weight)
-    before = sum(cpu.counts().values())
-    found = torch.compile(lambda x: F.linear(x, weight) + 1)(x)
-    torch.testing.assert_close(found, expected + 1)
-    assert sum(cpu.counts().values()) > before
+    x.requires_grad_()
+    expected = run(x)
+    compiled = torch.compile(run)
+    if compiled_first:
+        cpu.disable()
+        compiled(x).sum().backward()
+        cpu.enable()
+    found = compiled(x)
+    torch.testing.assert_close(found, expected)
+    before = cpu.counts()
+    found.sum().backward()
+    assert cpu.counts()["mm float16"] > before["mm float16"]
+    assert cpu.counts()["scaled_dot_product_attention_backward float16"] == 1
 
 
 def test_it_is_reversible() -> None:

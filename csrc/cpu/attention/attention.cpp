@@ -8,13 +8,18 @@
 #include <vector>
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/isneginf.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "../../common/binding.h"
+#include "../common/torch_kernels.h"
 
 namespace fusedops {
 namespace {
@@ -475,7 +480,90 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& query, const at::Ten
   return {output, lse};
 }
 
+// ---- scaled_dot_product_attention of torch: csrc/cpu/common/torch_kernels.h ----
+
+bool has_mask(const Optional& mask) {
+  return mask.has_value() && mask->defined();
+}
+
+bool is_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
+  const int64_t rank = mask.dim();
+  if (!is_replaced(mask) && mask.scalar_type() != at::kFloat) return false;
+  if (mask.scalar_type() != query.scalar_type() && mask.scalar_type() != at::kFloat) return false;
+  const int64_t sizes[] = {query.size(0), query.size(1), query.size(2), key.size(2)};
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    if (mask.size(dim) != 1 && mask.size(dim) != sizes[4 - rank + dim]) return false;
+  }
+  return rank == 2 || rank == 4;
+}
+
+// Whether our kernels run a call: the tensors fit together.
+bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+             double dropout_p, const Optional& mask, std::optional<double> scale) {
+  for (const auto* tensor : {&query, &key, &value}) {
+    if (!is_replaced(*tensor) || tensor->scalar_type() != query.scalar_type() ||
+        tensor->dim() != 4 || tensor->numel() == 0 || tensor->size(0) != query.size(0) ||
+        tensor->size(1) != query.size(1) || tensor->size(3) != query.size(3)) {
+      return false;
+    }
+  }
+  return key.size(2) == value.size(2) && dropout_p == 0.0 && scale.value_or(1.0) > 0.0 &&
+         (!has_mask(mask) || is_mask(*mask, query, key));
+}
+
+// The mask with four dimensions.
+Optional as_four(const Optional& mask) {
+  if (!has_mask(mask)) return std::nullopt;
+  return mask->dim() == 4 ? *mask : mask->unsqueeze(0).unsqueeze(0);
+}
+
+double scale_of(const at::Tensor& query, std::optional<double> scale) {
+  return scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
+}
+
+std::tuple<at::Tensor, at::Tensor> torch_forward(const at::Tensor& query, const at::Tensor& key,
+                                                 const at::Tensor& value, double dropout_p,
+                                                 bool is_causal, const Optional& attn_mask,
+                                                 std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, attn_mask, scale)) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p,
+                                                                is_causal, attn_mask, scale);
+  }
+  count_call(TorchOperator::attention, query);
+  const auto [output, lse, remainder, parts] =
+      forward(query, key, value, as_four(attn_mask), {}, {}, {}, 0.0, scale_of(query, scale),
+              /*window_left=*/-1, /*window_right=*/is_causal ? 0 : -1, /*softcap=*/0.0,
+              /*keep_remainder=*/false);
+  // torch's log-sum-exp lies as [batch, tokens, heads], and is 0 where a mask forbids all keys.
+  if (has_mask(attn_mask)) lse.masked_fill_(lse.isneginf(), 0);
+  auto logsumexp = at::empty({lse.size(0), lse.size(2), lse.size(1)}, lse.options());
+  return {as_laid_out(output, at::empty_like(query)), logsumexp.transpose_(1, 2).copy_(lse)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> torch_backward(
+    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& out, const at::Tensor& logsumexp, double dropout_p,
+    bool is_causal, const Optional& attn_mask, std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, attn_mask, scale)) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale);
+  }
+  count_call(TorchOperator::attention_backward, query);
+  const auto nothing_kept = at::empty({0}, query.options());
+  const auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
+      backward(grad_out, {}, query, key, value, as_four(attn_mask), {}, {}, {}, out, logsumexp,
+               nothing_kept, nothing_kept, 0.0, scale_of(query, scale), /*window_left=*/-1,
+               /*window_right=*/is_causal ? 0 : -1, /*softcap=*/0.0, /*keep_remainder=*/false,
+               c10::List<bool>({true, true, true, false, false}));
+  return {grad_query, grad_key, grad_value};
+}
+
 }  // namespace
+
+void replace_attention(torch::Library& library) {
+  library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(torch_forward));
+  library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(torch_backward));
+}
 
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
   m.impl("attention", forward);

@@ -77,36 +77,18 @@ at::Tensor as_batch(const at::Tensor& tensor) {
 
 at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::Tensor& batch2,
                    double beta, double alpha, at::IntArrayRef /*broadcast*/) {
-  const int64_t rank = batch1.dim();
+  auto shape = batch1.sizes().vec();
+  for (int64_t dim = 0; dim + 2 < batch1.dim(); ++dim) shape[dim] = batch_size(batch1, batch2, dim);
+  shape.back() = batch2.size(-1);
   if (torch_is_faster(batch1, batch2, alpha)) {
-    auto sizes = batch1.sizes().vec();
-    sizes.back() = batch2.size(-1);
     const auto a = as_batch(batch1), b = as_batch(batch2);
-    if (beta == 0.0) return at::bmm(a, b).view(sizes);
-    if (beta == 1.0 && input.sizes() == at::IntArrayRef(sizes) && input.is_contiguous()) {
-      return at::baddbmm(as_batch(input), a, b).view(sizes);
+    if (beta == 0.0) return at::bmm(a, b).view(shape);
+    if (beta == 1.0 && input.sizes() == at::IntArrayRef(shape) && input.is_contiguous()) {
+      return at::baddbmm(as_batch(input), a, b).view(shape);
     }
   }
-  std::vector<int64_t> shape(rank);
-  BatchedProduct arguments{product_of_last(batch1, batch2), {}, {}, {}, nullptr, alpha, beta};
-  at::Tensor addend;
-  if (beta != 0.0) {
-    addend = input.size(-1) == 1 || input.stride(-1) == 1 ? input : input.contiguous();
-    arguments.addend = {addend.const_data_ptr(), stride_along(addend, rank - 2),
-                        input.size(-1) == 1 ? 0 : 1};
-  }
-  for (int64_t dim = 0; dim + 2 < rank; ++dim) {
-    shape[dim] = batch_size(batch1, batch2, dim);
-    arguments.batch.sizes.push_back(shape[dim]);
-    arguments.batch.strides.push_back({stride_along(batch1, dim), stride_along(batch2, dim),
-                                       addend.defined() ? stride_along(addend, dim) : 0});
-  }
-  shape[rank - 2] = batch1.size(-2);
-  shape[rank - 1] = batch2.size(-1);
   auto output = at::empty(shape, batch1.options());
-  arguments.output = mutable_data(output);
-  fold(arguments);
-  FUSEDOPS_CALL_ISA(batched_product, arguments);
+  batched_product_into(input, batch1, batch2, beta, alpha, output);
   return output;
 }
 
@@ -186,6 +168,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
 }
 
 }  // namespace
+
+void batched_product_into(const at::Tensor& input, const at::Tensor& batch1,
+                          const at::Tensor& batch2, double beta, double alpha,
+                          const at::Tensor& output) {
+  const int64_t rank = batch1.dim();
+  BatchedProduct arguments{
+      product_of_last(batch1, batch2), {}, {}, {}, mutable_data(output), alpha, beta};
+  at::Tensor addend;
+  if (beta != 0.0 && input.defined()) {
+    addend = input.size(-1) == 1 || input.stride(-1) == 1 ? input : input.contiguous();
+    arguments.addend = {addend.const_data_ptr(), stride_along(addend, rank - 2),
+                        input.size(-1) == 1 ? 0 : 1};
+  }
+  for (int64_t dim = 0; dim + 2 < rank; ++dim) {
+    arguments.batch.sizes.push_back(output.size(dim));
+    arguments.batch.strides.push_back({stride_along(batch1, dim), stride_along(batch2, dim),
+                                       addend.defined() ? stride_along(addend, dim) : 0});
+  }
+  fold(arguments);
+  FUSEDOPS_CALL_ISA(batched_product, arguments);
+}
 
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
   m.impl("baddbmm", forward);

@@ -59,6 +59,12 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
 }
 
+// output = alpha * batch1 * batch2 + beta * input, of as many dimensions each; `input` may be
+// undefined, `output` is dense (baddbmm.cpp).
+void batched_product_into(const at::Tensor& input, const at::Tensor& batch1,
+                          const at::Tensor& batch2, double beta, double alpha,
+                          const at::Tensor& output);
+
 // The dense row-major product as a new tensor.
 inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
   auto out = at::empty({call.m, call.n}, options);
