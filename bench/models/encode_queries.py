@@ -226,6 +226,7 @@ def _run(options: argparse.Namespace) -> int:
         "machine": machine.describe(device),
         "versions": machine.versions() | _peer_versions(),
         "source": machine.git_commit(),
+        "created": machine.now(),
         "allocator": "tuned" if tuning.allocator_tuned else "system",
         "rows": rows,
     }
