@@ -442,11 +442,13 @@ def with_other(
     ``user`` is that of ``with_others``.
     """
     code: Any = inspect.unwrap(function)
-    if calls.isdisjoint(names_in(code.__code__)):
-        return None
     read = global_names(code.__code__) & code.__globals__.keys()
     replaced_by = {name: replacement(code.__globals__[name]) for name in read}
     others = {name: other for name, other in replaced_by.items() if other is not None}
+    # Code may have imported a function under another name: ``import ... as sdpa``.
+    names = {getattr(code.__globals__[name], "__name__", name) for name in others}
+    if calls.isdisjoint(names.union(names_in(code.__code__))):
+        return None
     return with_others(function, others, user) if others else None
 
 
