@@ -12,7 +12,8 @@ AUTOCAST_RULES = {
     "keep": "nothing: arguments keep their dtypes, as torch does for element-wise functions",
     "lower": "factors and addends are cast to the autocast dtype, as torch does for linear",
     "promote": "all arguments are cast to the widest dtype among them",
-    "norm": "float32 on CUDA, nothing on the CPU: what torch does for layer_norm",
+    "norm": "float32 on CUDA, as torch does for layer_norm; nothing on the CPU, nor with "
+    "rounding='hf'",
 }
 
 

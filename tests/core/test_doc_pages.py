@@ -199,3 +199,19 @@ def test_the_configuration_of_the_page_is_valid(
     path = tmp_path / "train.toml"
     path.write_text((DOCS / page).read_text().partition(begin)[2].partition(end)[0])
     assert load_config(str(path)).steps > 0
+
+
+def test_the_recipe_ends_texts_with_a_token_of_llama_3(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from fusedops.train.config import load_config
+    from fusedops.train.corpus import tokenizer_of
+
+    special = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")  # of the base model
+    llama = tokenizers.Tokenizer(tokenizers.models.WordLevel({"text": 0}, unk_token="text"))
+    llama.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+    llama.save(str(tmp_path / "tokenizer.json"))
+    recipe = (DOCS / "fine_tuning.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    path = tmp_path / "train.toml"
+    path.write_text(recipe.replace("Llama-3.1-8B/tokenizer.json", str(tmp_path / "tokenizer.json")))
+    tokenizer = tokenizer_of(load_config(str(path)).data)
+    assert tokenizer.end == llama.token_to_id("<|end_of_text|>")

@@ -177,6 +177,9 @@ CASES = {
     "method of attention, on the instance": Case("Attention", own("attend", _values)),
     "method of the base of attention": Case("DerivedAttention", at("Attention.attend", _values)),
     "torch's attention": Case("Attention", _OTHER_SDPA),
+    "torch's attention under another name": Case(
+        "RenamedAttention", at("sdpa", _doubled(functional.scaled_dot_product_attention))
+    ),
     "torch's attention of several heads": Case(
         lambda: home_made.SelfAttention(need_weights=False), _OTHER_SDPA
     ),

@@ -23,6 +23,7 @@ from patch_testing import (
     patched_pair,
 )
 from torch import nn
+from torch.nn.functional import cross_entropy as loss_of_classes
 from transformers.loss import loss_utils
 
 import fusedops
@@ -244,6 +245,11 @@ class NanoGPTLoss(Written):
         return F.cross_entropy(self.logits(tokens), labels.view(-1), ignore_index=-1)
 
 
+class RenamedLoss(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_of_classes(self.logits(tokens), labels.view(-1))
+
+
 class SmoothedLoss(Written):
     @through_closures
     @through_closures
@@ -279,7 +285,10 @@ def written_loss(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("cls", "calls"),
-    [(NanoGPTLoss, 1), (SmoothedLoss, 1), (WeightedLoss, 0), (ClassesSecond, 0), (HiddenLoss, 0)],
+    [
+        *[(NanoGPTLoss, 1), (RenamedLoss, 1), (SmoothedLoss, 1)],
+        *[(WeightedLoss, 0), (ClassesSecond, 0), (HiddenLoss, 0)],
+    ],
 )
 def test_a_home_made_loss_is_the_same(cls: type[Written], calls: int) -> None:
     torch.manual_seed(0)

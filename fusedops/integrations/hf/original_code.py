@@ -442,11 +442,15 @@ def with_other(
     ``user`` is that of ``with_others``.
     """
     code: Any = inspect.unwrap(function)
-    if calls.isdisjoint(names_in(code.__code__)):
-        return None
-    read = global_names(code.__code__) & code.__globals__.keys()
-    replaced_by = {name: replacement(code.__globals__[name]) for name in read}
+    names, values = set(names_in(code.__code__)), code.__globals__
+    replaced_by = {name: replacement(values[name]) for name in names & values.keys()}
     others = {name: other for name, other in replaced_by.items() if other is not None}
+    # Code may have imported a function under another name: ``import ... as sdpa``.
+    called = names.union(getattr(values[name], "__name__", name) for name in others)
+    if calls.isdisjoint(called):
+        return None
+    read = global_names(code.__code__)  # not those that name attributes alone
+    others = {name: other for name, other in others.items() if name in read}
     return with_others(function, others, user) if others else None
 
 
