@@ -57,9 +57,9 @@ void fold(BatchedProduct& a) {
   }
 }
 
-// Whether torch multiplies a batch faster: bfloat16 on AMX without broadcast operands, where packing
-// both operands of each product costs more than it saves (docs/dev/performance_notes.md, "Tiles of
-// AMX"). Other factors than 1 would round twice there.
+// Whether torch multiplies a batch faster: bfloat16 on AMX without broadcast operands, where
+// packing both operands of each product costs more than it saves (docs/dev/performance_notes.md,
+// "Tiles of AMX"). Other factors than 1 would round twice there.
 bool torch_is_faster(const at::Tensor& a, const at::Tensor& b, double alpha) {
   const auto is_dense = [](const at::Tensor& tensor) {
     return tensor.is_contiguous() || is_batch_transposed(tensor);
@@ -99,8 +99,7 @@ at::Tensor operand_gradient(const at::Tensor& a, const at::Tensor& b, const at::
     return operand_gradient(b.transpose(-2, -1), a.transpose(-2, -1), like.transpose(-2, -1), alpha)
         .transpose(-2, -1);
   }
-  const bool keeps_batch =
-      like.sizes().slice(0, like.dim() - 2) == a.sizes().slice(0, a.dim() - 2);
+  const bool keeps_batch = like.sizes().slice(0, like.dim() - 2) == a.sizes().slice(0, a.dim() - 2);
   if (keeps_batch && torch_is_faster(a, b, alpha)) {
     return at::bmm(as_batch(a), as_batch(b)).view(like.sizes());
   }
