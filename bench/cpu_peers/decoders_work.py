@@ -56,7 +56,8 @@ def llama(dtype: torch.dtype, patched: bool = False) -> nn.Module:
 def transformer(dtype: torch.dtype, quantized: str | None) -> nn.Module:
     """Return our model with the same weights."""
     model = load_huggingface(llama(dtype))
-    if quantized is not None:
+    if quantized is not None:  # as ``fusedops generate --weights`` does
+        model.join_projections()
         fusedops.quantize(model, quantized, head="int8")
     return model
 

@@ -58,11 +58,13 @@ def linear_act(
         >>> fusedops.linear_act(torch.tensor([[2.0, -3.0]]), weight, activation="relu")
         tensor([[2., 0.]])
     """
-    op = "linear_act"
-    check_linear(op, input, weight, bias)
-    checks.choice(op, "activation", activation, ACTIVATIONS)
+    checks.choice("linear_act", "activation", activation, ACTIVATIONS)
     keep = records_graph(input, weight, bias)
     return _OP(input, weight, bias, activation, keep)[0]
+
+
+def _check(input: Any, weight: Any, bias: Any, *_: Any) -> None:
+    check_linear("linear_act", input, weight, bias)
 
 
 def check_linear(
@@ -115,7 +117,7 @@ def records_graph(*tensors: torch.Tensor | None) -> bool:
     if is_traced():
         return False
     return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )
 
 
@@ -261,4 +263,5 @@ _OP = define_op(
     triton="fusedops.kernels.linear_act",
     shard=_shard,
     shard_backward=_shard_backward,
+    check=_check,
 )

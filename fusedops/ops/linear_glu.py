@@ -65,13 +65,16 @@ def linear_glu(
         >>> fusedops.linear_glu(torch.tensor([[2.0, 3.0]]), gate, up, activation="relu")
         tensor([[6.]])
     """
+    checks.choice("linear_glu", "activation", activation, ACTIVATIONS)
+    keep = records_graph(input, gate_weight, up_weight)
+    return _OP(input, gate_weight, up_weight, activation, keep)[0]
+
+
+def _check(input: Any, gate_weight: Any, up_weight: Any, *_: Any) -> None:
     op = "linear_glu"
     check_linear(op, input, gate_weight, None, ("gate_weight", ""))
     check_parameter(op, "up_weight", up_weight, input)
     checks.shape(op, "up_weight", up_weight, gate_weight.shape, "that of gate_weight")
-    checks.choice(op, "activation", activation, ACTIVATIONS)
-    keep = records_graph(input, gate_weight, up_weight)
-    return _OP(input, gate_weight, up_weight, activation, keep)[0]
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,4 +147,5 @@ _OP = define_op(
     autocast="lower",
     triton="fusedops.kernels.linear_glu",
     shard=_shard,
+    check=_check,
 )
