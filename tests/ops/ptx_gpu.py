@@ -20,6 +20,17 @@ DEVICE = torch.device("cuda", 0)
 
 
 @contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let tensors begin as NaN: the memory of one that was freed may hold the right values."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
 def present(capability: int, seed: int = 0) -> Iterator[Driver]:
     """Let tensors of the CPU count as those of a GPU whose kernels the machine executes."""
     from fusedops.kernels import _attention_launch, _descriptors, _launch, _norm, _pointer_table
@@ -35,6 +46,7 @@ def present(capability: int, seed: int = 0) -> Iterator[Driver]:
     num_programs, has_descriptors = _launch.num_programs, _descriptors.available
     asks = (_attention_launch, _descriptors, _norm, softmax)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(poisoned_memory())
         machine = stack.enter_context(executing(capability, seed))
         stack.enter_context(StandIn(DEVICE, record=lambda event: None).as_current())
         for owner, name, value in (

@@ -136,8 +136,9 @@ class Driver:
 
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> Any:
         text = self.change(self._texts[binary])
+        self.programs[text] = program = Program(text)
         self._modules.append(next(_handles))
-        self.programs[text] = _programs[self._modules[-1]] = Program(text)
+        _programs[self._modules[-1]] = program
         stand_in, utils = _launcher()
         _running.append(self)
         try:
