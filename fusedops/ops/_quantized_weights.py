@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from fusedops._core.device_tensors import device_tensor
+
 BLOCK = 16  # outputs of a block
 FORMATS = {"int8": 4, "int4": 8, "nf4": 8}  # -> inputs of a line of 64 bytes
 # Quantiles of a normal distribution: Dettmers et al., arXiv:2305.14314.
@@ -88,7 +90,7 @@ def quantize(
     elif format == "int4":
         codes = (scaled.round().clamp(-8, 7) + 8).to(torch.uint8)
     else:
-        values = torch.tensor(NF4, device=weight_NK.device)
+        values = device_tensor(NF4, torch.float32, weight_NK.device)
         codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     return codes, scales_NG
 
@@ -132,7 +134,7 @@ def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
         return codes.contiguous().view(torch.int8).float()
     if format == "int4":
         return codes.float() - 8.0
-    return torch.tensor(NF4, device=codes.device)[codes.int()]
+    return device_tensor(NF4, torch.float32, codes.device)[codes.int()]
 
 
 def dequantize(

@@ -23,7 +23,7 @@ SPECS = {**all_specs(), **LAYERS}
 bench = partial(invoke, "bench")
 # What stands for a word in each op that takes one.
 WORDS = {"approximate": "tanh", "activation": "gelu", "what": "causal", "target": "capacity"}
-WORDS |= {"mask": "causal", "rounding": "hf"}
+WORDS |= {"mask": "causal", "rounding": "hf", "format": "int8"}
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.bench_case])

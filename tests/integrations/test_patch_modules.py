@@ -123,7 +123,7 @@ ATTENDING = {
     "nanogpt": attending(home_made.NanoGPTAttention),
     "litgpt attention": attending(home_made.LitgptAttention),
     "one head of keys": attending(home_made.OneHeadOfKeys),
-    "under another name": attending(followed.RenamedAttention),
+    "under another name": attending(lambda: followed.RenamedAttention()),
     "processor": attending(lambda: followed.ProcessorAttention(followed.Processor())),
     "multi-head": attending(lambda: SelfAttention(need_weights=False)),
     "multi-head, masks": attending(lambda: SelfAttention(need_weights=False, **MASKS)),

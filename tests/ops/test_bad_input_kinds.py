@@ -132,9 +132,10 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "update_balancing_bias": (fusedops.update_balancing_bias, (PROBS[0], IDS[0]), {}),
     "use_backend": (_enter, ("torch",), {}),
 }
-TYPES = {"PatchReport", "RoutingPlan", "UnsupportedError"}
-# tests/generate/test_decoding.py, testing/test_verify.py, planner/test_auto_parallel.py
-WITH_ITS_OWN = {"generate", "verify", "auto_parallel"}
+TYPES = {"PatchReport", "QuantizationReport", "RoutingPlan", "UnsupportedError"}
+# tests/generate/test_decoding.py, testing/test_verify.py, planner/test_auto_parallel.py,
+# nn/test_quantized.py
+WITH_ITS_OWN = {"generate", "verify", "auto_parallel", "quantize"}
 WITHOUT_ARGUMENTS = {
     *("counters", "decompositions"),
     *("register_attention", "register_experts", "reset_counters"),
