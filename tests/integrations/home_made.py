@@ -258,6 +258,25 @@ class NanoGPTAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
+class RotatedAttention(NanoGPTAttention):
+    """Under autocast, queries and keys are float32, because the tables are, and values are not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        angles = torch.arange(x.shape[1])[:, None] / 10 ** torch.arange(q.shape[-1] // 2)
+        cos, sin = (table.repeat(1, 2) for table in (angles.cos(), angles.sin()))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        q, k = (self.rotate(t, cos.to(dtype), sin.to(dtype)) for t in (q, k))
+        if not torch.is_autocast_enabled("cpu"):
+            q, k = q.type_as(v), k.type_as(v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+
 class LitgptAttention(NanoGPTAttention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape

@@ -123,6 +123,7 @@ ATTENDING = {
     "nanogpt": attending(home_made.NanoGPTAttention),
     "litgpt attention": attending(home_made.LitgptAttention),
     "one head of keys": attending(home_made.OneHeadOfKeys),
+    "rotated in float32": attending(home_made.RotatedAttention),
     "under another name": attending(lambda: followed.RenamedAttention()),
     "processor": attending(lambda: followed.ProcessorAttention(followed.Processor())),
     "multi-head": attending(lambda: SelfAttention(need_weights=False)),
@@ -196,10 +197,10 @@ def loss(module: nn.Module) -> torch.Tensor:
 def test_training_matches_stock(name: str, autocast: bool) -> None:
     patched, stock = pair(name)
     expected = MODULES[name].ops
-    with counted() as calls:
+    draws = 16 if autocast else 3
+    with counted() as calls, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss(patched)
     assert {op: calls[op] for op in expected} == expected
-    draws = 16 if autocast else 3
     assert_same_training(patched, stock, loss, autocast=autocast, draws=draws)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusedops._core import dtypes
 from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.class_table import own_attribute
 from fusedops.integrations.hf.original_code import is_plain, replaced, with_other
@@ -86,13 +87,20 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any
     known = runs_here(query) and is_plain(key) and is_plain(value)
     if isinstance(mask, torch.Tensor) and mask.dim() > 0:  # torch refuses another number of keys
         known = known and is_plain(mask) and mask.shape[-1] in (key.shape[-2], 1)
-    known = known and query.dtype == key.dtype == value.dtype and query.dim() > 1
+    known = known and query.dim() > 1 and _have_one_dtype(query, key, value)
     # Torch's function is called inside of others, whose callers do not watch it.
     if not known or replaced(_WATCHED) is not None:
         return F.scaled_dot_product_attention(query, key, value, *args, **options)
     if query.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:  # torch broadcasts the head
         options["enable_gqa"] = True
     return attention(query, key, value, *args, **options)
+
+
+def _have_one_dtype(*tensors: torch.Tensor) -> bool:
+    """Return whether the tensors have one dtype, or get one by autocast."""
+    found = {tensor.dtype for tensor in tensors}
+    cast = dtypes.autocast_dtype(tensors[0].device) is not None and torch.float64 not in found
+    return len(found) == 1 or cast
 
 
 _multi_head_forward = (
