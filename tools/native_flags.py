@@ -44,10 +44,12 @@ CXX_FLAGS = (
     "-Wno-unknown-pragmas",
     "-Wno-psabi",  # 32-byte vectors passed by the default instruction set, inside one file only
     "-D_GLIBCXX_USE_CXX11_ABI=1",
+    "-DNDEBUG",  # as torch's libraries: at::RecordFunction has one member more without it
 )
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
+    "-DNDEBUG",
     "-Xptxas=-v",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xcudafe=--diag_suppress=177",

@@ -80,8 +80,7 @@ class KVCacheCall:
     cu_seqlens: torch.Tensor | None
     longest: int  # tokens of the longest prompt
     lengths: torch.Tensor  # tokens of each row, new ones included, ``[R]`` int64
-    # The position of all tokens, where each row has one and they are the same
-    same_position: int | None = None
+    same_position: bool = False  # whether each row has one token, all at the same position
 
     def attend(
         self,
@@ -142,8 +141,8 @@ class KVCacheCall:
             tensors[key] = new_TM1D.new_empty(shape)
         cached_RMCD = tensors[key]
         new_TM1D = new_TM1D if count == len(new_TM1D) else new_TM1D[:count]
-        if self.same_position is not None:
-            cached_RMCD.narrow(2, self.same_position, 1).copy_(new_TM1D)
+        if self.same_position:
+            cached_RMCD.index_copy_(2, self.positions[:1], new_TM1D)
         else:
             indices = self.rows, self.positions
             cached_RMCD.transpose(1, 2).index_put_(indices, new_TM1D.squeeze(2))

@@ -22,8 +22,10 @@ from fusedops._core.device_tensors import device_tensor
 from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
 from fusedops.generation.ranks import BatchShard
+from fusedops.generation.recorded_step import RecordedStep
 from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
+from fusedops.models.inputs import check_inputs
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.tensor_parallel import VocabParallelHead
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
@@ -78,6 +80,8 @@ class Decoder:
         self._token_multiple = config.tp if config.sp or sizes.sparse_layers else 1
         self._max_seq_len = max_seq_len
         self.cache = KVCache(max_seq_len)
+        self._step = RecordedStep(self.model)
+        self._runs_alone = engine.mesh is None and self._step.reason is None
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._has_equal_lengths = 0, False
 
@@ -95,6 +99,7 @@ class Decoder:
             checks.index_tensor(_OP, name, prompt, dtypes=(torch.int64,))
             if prompt.dim() != 1 or not len(prompt):
                 checks.fail(_OP, name, "of shape [tokens], one token at least", list(prompt.shape))
+        self._step.forget()
         self.cache = KVCache(self._max_seq_len)
         lengths = [len(prompt) for prompt in prompts]
         self._lengths = self._new(lengths)
@@ -124,13 +129,18 @@ class Decoder:
         if len(tokens_R) != len(self._lengths):
             checks.fail(_OP, "tokens", f"one for each of {len(self._lengths)} rows", len(tokens_R))
         positions = self._lengths
+        if self._longest + 1 > self.cache.capacity:
+            self._step.forget()
         self.cache.reserve(self._longest + 1)
         self._longest += 1
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
-        position = self._longest - 1 if self._has_equal_lengths else None
-        call = KVCacheCall(self.cache, rows, positions, None, 1, self._lengths, position)
-        return self._run(tokens_R, call, rows)
+        inputs = tokens_R, positions, self._lengths, rows
+        if not self._runs_alone:
+            return self._new_tokens(*inputs)
+        check_inputs(self.model.config, tokens_R[None], {"positions": positions})
+        with self._mode():
+            return self._step.run(self._new_tokens, inputs, [*self.cache.tensors.values()])
 
     def select(self, rows: torch.Tensor) -> None:
         """Continue with these rows, in this order; some may be removed or repeated.
@@ -146,6 +156,17 @@ class Decoder:
         with self._mode():
             self.cache.select(rows, self._longest)
             self._lengths = self._lengths[rows]
+
+    def _new_tokens(
+        self,
+        tokens_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        lengths_R: torch.Tensor,
+        rows_R: torch.Tensor,
+    ) -> torch.Tensor:
+        same = self._has_equal_lengths and len(rows_R) > 0
+        call = KVCacheCall(self.cache, rows_R, positions_R, None, 1, lengths_R, same)
+        return self._run(tokens_R, call, rows_R)
 
     def _new(self, values: Any) -> torch.Tensor:
         return device_tensor(list(values), torch.int64, self._device)
@@ -171,7 +192,9 @@ class Decoder:
         }
         tokens_1T = tokens_T.unsqueeze(0)
         with self._mode():
-            if self._pipeline is None:
+            if self._pipeline is None and call.cu_seqlens is None and self._runs_alone:
+                logits_1RV = self.model.compute(tokens_1T, **inputs)  # step has checked them
+            elif self._pipeline is None:
                 logits_1RV = self.model(tokens_1T, **inputs)
             else:
                 logits_1RV = self._pipeline.logits(tokens_1T, **inputs)

@@ -373,6 +373,12 @@ class Transformer(nn.Module):
                 f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
         check_inputs(self.config, tokens, {"labels": labels, **inputs})
+        return self.compute(tokens, labels, **inputs)
+
+    def compute(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
+    ) -> Any:
+        """Return what ``forward`` does, for tensors that ``check_inputs`` has checked."""
         context = self.make_context(tokens, **inputs)
         x_BSH = self.embedding(tokens, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
