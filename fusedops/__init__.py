@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from fusedops.integrations.decompositions import decompositions
     from fusedops.integrations.graph.passes import compile_passes
+    from fusedops.models.huggingface.quantized import load_quantized
     from fusedops.nn.quantize import QuantizationReport, quantize
     from fusedops.planner.sharding import auto_parallel
     from fusedops.runtime.host import tune_host
@@ -56,6 +57,7 @@ _LAZY = {
     "cpu": "fusedops.cpu",
     "generate": "fusedops.generation",
     "generation": "fusedops.generation",
+    "load_quantized": "fusedops.models.huggingface.quantized",
     "memory": "fusedops.memory",
     "models": "fusedops.models",
     "nn": "fusedops.nn",
@@ -95,6 +97,7 @@ __all__ = [
     "describe",
     "generate",
     "generation",
+    "load_quantized",
     "memory",
     "models",
     "nn",

@@ -10,6 +10,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
+from fusedops._core.dtypes import autocast_dtype
 from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.mlp import MLP
@@ -27,7 +28,8 @@ class QuantizedLinear(nn.Linear):
     ``weight`` is ``None``: code that reads the weight of a linear layer fails instead of computing
     with another one. The buffers ``qweight`` and ``scales`` are in ``state_dict``; ``qweight`` is
     uint8 ``[ceil(out_features / 16), lines, 64]``, ``scales`` is bfloat16
-    ``[ceil(out_features / 16), groups, 16]`` and keeps its dtype in ``.to(dtype)``.
+    ``[ceil(out_features / 16), groups, 16]`` and keeps its dtype in ``.to(dtype)``. Scales
+    that were loaded from a checkpoint may be float32.
 
     Args:
         in_features: size of the input's last dimension.
@@ -117,6 +119,15 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
         return self.train(linear.training)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        """Take over the dtype of the scales, which a copy would round."""
+        scales = state_dict.get(f"{prefix}scales")
+        if isinstance(scales, torch.Tensor) and scales.is_floating_point():
+            self.scales = self.scales.to(scales.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+
     def reset_parameters(self) -> None:
         """Leave the frozen weight as it is."""
 
@@ -135,11 +146,20 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]`` for ``[..., in_features]``."""
         checks.tensor("quantized_linear", "input", input)
+        dtype = autocast_dtype(input.device)
+        casts = input.is_floating_point() and input.dtype != torch.float64
+        if dtype is None or not casts or self.scales.dtype != torch.float32:
+            return self._multiply(input, self.bias)
+        with torch.autocast(input.device.type, enabled=False):  # it would round the scales
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return self._multiply(input.to(dtype), bias)
+
+    def _multiply(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scales = self.scales.double() if input.dtype == torch.float64 else self.scales
         # The operator itself: its contract checks the input, and the rest is the module's own.
         features = (self.in_features, self.out_features)
         output: torch.Tensor = OPERATOR(
-            input, self.qweight, scales, self.bias, *features, self.format, self.group
+            input, self.qweight, scales, bias, *features, self.format, self.group
         )
         return output
 

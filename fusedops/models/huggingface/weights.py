@@ -130,7 +130,7 @@ def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoi
             expected = "a folder with config.json and safetensors (nothing is downloaded)"
             checks.fail("load_huggingface", "source", expected, repr(str(source)))
         values = config_values(folder / "config.json")
-        names, read = _open_folder(folder, stack)
+        names, read = open_folder(folder, stack)
     ours = from_config(values)
     checkpoint = _Checkpoint(names, read, FAMILIES[values["model_type"]])
     if ours.tied:
@@ -236,7 +236,7 @@ def _write_json(folder: Path, name: str, values: dict[str, Any]) -> None:
     os.replace(part, folder / name)
 
 
-def _open_folder(folder: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], torch.Tensor]]:
+def open_folder(folder: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], torch.Tensor]]:
     """Return the names of a folder's tensors, and what reads one of them."""
     package = _safetensors()
 
