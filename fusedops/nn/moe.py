@@ -364,6 +364,8 @@ class _Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes and activation."""
+        if getattr(self, self.first) is None:  # fusedops.quantize took it
+            return f"activation={self.form['activation']!r}"
         num_experts, *shape = getattr(self, self.first).shape
         inputs, outputs = shape if self.transposed else reversed(shape)
         return (

@@ -14,6 +14,8 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.mlp import MLP
+from fusedops.nn.quantized_experts import QuantizedExperts, first_of
+from fusedops.nn.quantized_experts import obstacle as experts_obstacle
 from fusedops.nn.quantized_linear import QuantizedLinear, QuantizedMLP, check_group
 from fusedops.ops._quantized_weights import FORMATS
 
@@ -153,9 +155,10 @@ def quantize(
             quantised, or a weight is not finite; layers before it are then already replaced.
 
     Note:
-        Weights that stay: embeddings, experts that are one parameter of three dimensions, tied and
-        sharded weights, and layers whose weight their parent reads (``torch.nn.MultiheadAttention``
-        and torch's transformer layers).
+        Weights that stay: embeddings, tied and sharded weights, and layers whose weight their
+        parent reads (``torch.nn.MultiheadAttention`` and torch's transformer layers). Experts of
+        three dimensions are quantised in ``fusedops.nn.MoE``, and in models of transformers whose
+        experts are called by its registry.
 
     Example:
         >>> import torch, fusedops
@@ -184,7 +187,15 @@ def quantize(
         if reason is not None:
             reasons |= {id(parameter): reason for parameter in module.parameters()}
             continue
-        if isinstance(module, MLP):
+        if _are_experts(module):
+            matrices = {name: getattr(module, name) for name in (first_of(module), "down_proj")}
+            experts = QuantizedExperts(module, format=weights, group=group)
+            parts = (experts.first, experts.down)
+            for (part, weight), layer in zip(matrices.items(), parts, strict=True):
+                weight = weight.transpose(1, 2) if experts.transposed else weight
+                entries[f"{name}.{part}"] = _entry(f"{name}.{part}", weight, layer)
+            parent._modules[key] = experts
+        elif isinstance(module, MLP):
             mlp = QuantizedMLP.of(module, format=weights, group=group)
             entries[f"{name}.up"] = _entry(f"{name}.up", module.w1, mlp.up)
             entries[f"{name}.down"] = _entry(f"{name}.down", module.w2, mlp.down)
@@ -212,8 +223,14 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield name, parent, key and module of what may be quantised, each place of a module once."""
     for prefix, parent in model.named_modules(remove_duplicate=True):
         for key, module in parent._modules.items():
-            if isinstance(module, nn.Linear | LinearAct | MLP):
+            if isinstance(module, nn.Linear | LinearAct | MLP) or _are_experts(module):
                 yield f"{prefix}.{key}" if prefix else key, parent, key, module
+
+
+def _are_experts(module: Any) -> bool:
+    """Return whether a module has the weights of several experts."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, nn.Parameter) and down.dim() == 3
 
 
 def _output_head(model: Any) -> nn.Module | None:
@@ -240,6 +257,8 @@ def _obstacle(
         return "already quantised"
     if isinstance(parent, _READERS):
         return f"{type(parent).__name__} reads its weight"
+    if _are_experts(module):
+        return experts_obstacle(module)
     if type(module) not in (nn.Linear, LinearAct, MLP):
         return f"a {type(module).__name__} may compute anything: quantise before it is made"
     is_gate = hasattr(parent, "down_proj") and getattr(parent, "gate_proj", None) is module
@@ -255,7 +274,7 @@ def _obstacle(
     return None
 
 
-def _entry(name: str, weight: torch.Tensor, layer: QuantizedLinear) -> QuantizedReport:
+def _entry(name: str, weight: torch.Tensor, layer: Any) -> QuantizedReport:
     """Return the entry of a weight, with its measured error."""
     wide = weight.detach().float()
     error = (layer.dequantize() - wide).norm() / wide.norm().clamp_min(1e-30)

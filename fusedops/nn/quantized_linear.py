@@ -19,7 +19,30 @@ from fusedops.ops.linear_act import activate
 from fusedops.ops.quantized_linear import OPERATOR
 
 
-class QuantizedLinear(nn.Linear):
+class FrozenCodes(nn.Module):
+    """Keeps the dtype of the buffer ``scales``: with other scales a weight would be another one."""
+
+    scales: torch.Tensor
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        """Take over the dtype of the scales, which a copy would round."""
+        scales = state_dict.get(f"{prefix}scales")
+        if isinstance(scales, torch.Tensor) and scales.is_floating_point():
+            self.scales = self.scales.to(scales.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FrozenCodes:
+        """Move the buffers; the scales keep their dtype, because a cast would change the weight."""
+        before = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != before.dtype:
+            self.scales = before.to(self.scales.device)
+        return self
+
+
+class QuantizedLinear(FrozenCodes, nn.Linear):
     """Apply a linear layer whose weight is quantised and frozen.
 
     ``y = x @ dequantize().T + bias``
@@ -55,7 +78,6 @@ class QuantizedLinear(nn.Linear):
     """
 
     qweight: torch.Tensor
-    scales: torch.Tensor
 
     def __init__(
         self,
@@ -119,15 +141,6 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
         return self.train(linear.training)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
-    ) -> None:
-        """Take over the dtype of the scales, which a copy would round."""
-        scales = state_dict.get(f"{prefix}scales")
-        if isinstance(scales, torch.Tensor) and scales.is_floating_point():
-            self.scales = self.scales.to(scales.dtype)
-        super()._load_from_state_dict(state_dict, prefix, *args, **options)
-
     def reset_parameters(self) -> None:
         """Leave the frozen weight as it is."""
 
@@ -166,14 +179,6 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Return torch's line, the format and the group."""
         return shown(self, "in_features", "out_features", "bias", "format", "group")
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
-        """Move the buffers; the scales keep their dtype, because a cast would change the weight."""
-        before = self.scales
-        super()._apply(fn, recurse)
-        if self.scales.dtype != before.dtype:
-            self.scales = before.to(self.scales.device)
-        return self
 
 
 class QuantizedMLP(nn.Module):

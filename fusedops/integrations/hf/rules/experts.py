@@ -173,6 +173,8 @@ def _weights(module: Any) -> tuple[Any, ...]:
 
 
 def _plan(module: Any, *, loop_is_known: bool) -> FusionPlan | Refusal:
+    if module.down_proj is None:
+        return Refusal("its weights are quantised")
     configured = module.config._experts_implementation
     if not loop_is_known and configured == "eager":
         return Refusal("its own loop is configured: experts_implementation='eager'")
