@@ -191,9 +191,9 @@ def quantize(
             matrices = {name: getattr(module, name) for name in (first_of(module), "down_proj")}
             experts = QuantizedExperts(module, format=weights, group=group)
             parts = (experts.first, experts.down)
-            for (part, weight), layer in zip(matrices.items(), parts, strict=True):
-                weight = weight.transpose(1, 2) if experts.transposed else weight
-                entries[f"{name}.{part}"] = _entry(f"{name}.{part}", weight, layer)
+            for (part, weight), quantized in zip(matrices.items(), parts, strict=True):
+                matrix = weight.transpose(1, 2) if experts.transposed else weight
+                entries[f"{name}.{part}"] = _entry(f"{name}.{part}", matrix, quantized)
             parent._modules[key] = experts
         elif isinstance(module, MLP):
             mlp = QuantizedMLP.of(module, format=weights, group=group)

@@ -21,6 +21,8 @@ from fusedops.ops.quantized_linear import OPERATOR
 class _Weights(FrozenCodes):
     """Matrices ``[experts, out, in]`` as codes and scales; arguments as of ``QuantizedLinear``."""
 
+    qweight: torch.Tensor
+
     def __init__(self, weight: torch.Tensor, format: str, group: int) -> None:
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight.shape
@@ -37,10 +39,19 @@ class _Weights(FrozenCodes):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights, ``[experts, out_features, in_features]``."""
-        features = {"in_features": self.in_features, "out_features": self.out_features}
-        options: dict[str, Any] = {"format": self.format, "group": self.group, "dtype": dtype}
-        pairs = zip(self.qweight, self.scales, strict=True)
-        return torch.stack([packed.dequantize(*pair, **features, **options) for pair in pairs])
+        matrices = [
+            packed.dequantize(
+                codes,
+                scales,
+                in_features=self.in_features,
+                out_features=self.out_features,
+                format=self.format,
+                group=self.group,
+                dtype=dtype,
+            )
+            for codes, scales in zip(self.qweight, self.scales, strict=True)
+        ]
+        return torch.stack(matrices)
 
     def forward(self, rows: torch.Tensor, ends: list[int], bias: Any) -> torch.Tensor:
         """Return the products of rows that are sorted by expert; those past the last end are 0."""
@@ -103,7 +114,8 @@ class QuantizedExperts(nn.Module):
         """Return the weighted sum of each token's experts, ``[tokens, hidden_size]``."""
         plan = routing[0]
         if not isinstance(plan, RoutingPlan):
-            plan = RoutingPlan.from_choices(*routing, self.num_experts)
+            expert_ids, probs = routing
+            plan = RoutingPlan.from_choices(expert_ids, probs, self.num_experts)
         rows = moe_permute(input, plan)
         ends = [int(end) for end in plan.offsets]  # not tolist: a recorded step must see it
         hidden = self.first(rows, ends, getattr(self.gate, f"{self.first_name}_bias", None))
