@@ -6,6 +6,8 @@ Functions import what they use: ``--help`` must not wait for torch.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -429,3 +431,26 @@ def generate(
                 rows += measure(work, seconds, threads, report)
         record = rows_record(rows, threads=threads)
         output.deliver(record, json_file, partial(show_generation, rows))
+
+
+# Options are the script's own, `--help` too.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def peers(context: typer.Context) -> None:
+    """Compare with the other CPU libraries that are installed (`fusedops bench peers --help`).
+
+    ONNX Runtime, OpenVINO, llama.cpp, torchao, bitsandbytes, zentorch: docs/peers.md.
+    """
+    script = Path(__file__).resolve().parents[3] / "bench" / "cpu_peers" / "measure.py"
+    with files.one_line_errors():
+        if not script.exists():
+            raise files.UserError(
+                f"this comparison is a part of the source tree, and {script} does not exist: clone "
+                "the repository and run the command there"
+            )
+    root = str(script.parents[2])
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    arguments = [sys.executable, str(script), *context.args]
+    os.execve(sys.executable, arguments, os.environ | {"PYTHONPATH": paths})
