@@ -228,10 +228,10 @@ def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -
     refused = {each.name: each.reason for each in at_first.kept}
     lines = []
     for module in at_last.modules:
-        stepped = module.replaced and module.reason.startswith("steps aside now: ")
+        stepped = module.replaced and module.reason.startswith("falls back now: ")
         if stepped or (not module.replaced and module.reason != "there is no rule for this class"):
             reason = module.reason if stepped else refused.get(module.name, module.reason)
-            reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
+            reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("falls back now: "))
             lines.append(f"{module.cls}: {reason}")
     return list(dict.fromkeys(lines))
 

@@ -1,4 +1,4 @@
-"""LoRA adapters by peft: what they hang on steps aside, all else runs fused."""
+"""LoRA adapters by peft: what they hang on falls back, all else runs fused."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ class _Program(nn.Module):
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig"])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_quantize(kind: str, order: str, table: Table) -> None:
-    """The gated layer's weights are quantised: it steps aside. torchao quantises float32 only."""
+    """The gated layer's weights are quantised: it falls back. torchao quantises float32 only."""
     place: Any = {"before": "prepare", "after": "finish"}[order]
     trial = Trial(
         evaluate,

@@ -95,7 +95,7 @@ def test_a_replaced_attention_is_called(monkeypatch: Context, name: str) -> None
         family.loss(model)
     assert len(seen) == family.ops["attention"] and "attention" not in calls
     notes = [module.reason for module in describe(model).modules]
-    reason = f"steps aside now: F.{_SDPA} was replaced by"
+    reason = f"falls back now: F.{_SDPA} was replaced by"
     assert sum(note.startswith(reason) for note in notes) >= len(seen)
 
 
@@ -242,7 +242,7 @@ def test_a_function_mode_sees_the_function(compiled: bool) -> None:
     with counted() as calls, _Doubles():
         assert_close(call(IDS).logits, expected(IDS).logits)
         entry = describe(model)["model.layers.0.self_attn"]
-        assert entry.reason == "steps aside now: _Doubles intercepts torch's functions"
+        assert entry.reason == "falls back now: _Doubles intercepts torch's functions"
     assert not calls
     for context in (torch.device("cpu"), default_device()):
         with counted() as calls, context:

@@ -64,7 +64,7 @@ def test_a_parametrized_weight(name: str, path: str, weight: str) -> None:
     assert calls["moe_mlp"] == CORE[name].ops.get("moe_mlp", 0)
     assert_close(value, loss(stock))
     if path in NORMS:
-        assert "another class lies on top" in describe(patched)[path].reason
+        assert describe(patched)[path].reason.startswith("wrapped after patch")
     if path.endswith("c_proj"):
         with pytest.raises(fusedops.UnsupportedError, match="h.0.mlp.c_proj is a Parametrized"):
             fusedops.unpatch(patched)
@@ -178,7 +178,7 @@ def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
     with counted() as calls:
         model(IDS)
     assert calls["linear_glu"] == 1
-    reason = "steps aside now: its forward is overridden on the instance"
+    reason = "falls back now: its forward is overridden on the instance"
     assert describe(model)["model.layers.0.mlp"].reason == reason
     fusedops.unpatch(model)
     assert not fusedops.patch(model)["model.layers.0.mlp"].replaced
@@ -336,7 +336,7 @@ def test_another_hook_beside_those_that_gather_is_called() -> None:
         loss(model)
     assert seen == [mlp.act_fn] and calls["linear_glu"] == 1
     entry = describe(model)["model.layers.0.mlp"]
-    assert entry.reason == "steps aside now: act_fn has hooks"
+    assert entry.reason == "falls back now: act_fn has hooks"
 
 
 # transformers' own expert and tensor parallelism.

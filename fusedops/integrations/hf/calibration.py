@@ -204,7 +204,7 @@ def _refusal(module: nn.Module, recorder: Recorder) -> CalibrationFinding | None
     reasons = (hooks_obstacle(name or "it", child) for name, child in module.named_modules())
     problem = next(filter(None, reasons), global_hooks())
     if isinstance(plan, Refusal):
-        problem = "it steps aside"
+        problem = "it falls back"
     elif module not in recorder.keys:
         problem = "the example step does not call it"
     elif recorder.keys[module] not in recorder.calls:

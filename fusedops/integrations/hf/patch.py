@@ -55,7 +55,7 @@ def patch(
             transformers' registry, matrix products with what follows them, experts and losses;
             ``"O3"`` also attention that a module's own code computes by
             ``F.scaled_dot_product_attention``.
-        strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
+        strict: raise if a module has a rule but cannot be replaced, or if nothing was replaced.
         calibrate: measure each class and shape of module, patched and stock, on the inputs that it
             receives in a step with ``example``, and keep the stock one if it is faster. This takes
             at most about two seconds, or the time of two steps if that is longer, and modules
@@ -373,11 +373,11 @@ def _entry_of_patched(name: str, module: nn.Module, rule: PatchRule) -> ModuleRe
     if context is not None:
         plan = Refusal(context)
     if isinstance(plan, Refusal):
-        return ModuleReport(name, cls, False, reason=f"steps aside now: {plan.reason}")
+        return ModuleReport(name, cls, False, reason=f"falls back now: {plan.reason}")
     if not plan.ops:
         return ModuleReport(name, cls, False, reason=plan.note or "")
     notes = [
-        "another class lies on top of the patched one" if _covered(module) else None,
+        "wrapped after patch" if _covered(module) else None,
         None if rule.copy_of is None else f"as {rule.copy_of}",
         plan.note,
         calibration.finding_of(module),

@@ -148,7 +148,7 @@ def entry(name: str, owner: Any, level: str) -> ModuleReport:
     cls = known.stock.__name__
     if loss is known.fused:
         reason = _replaced(known) or context_obstacle()
-        note = _NOTE if reason is None else f"steps aside now: {reason}"
+        note = _NOTE if reason is None else f"falls back now: {reason}"
         return ModuleReport(
             name, cls, True, "cross_entropy", resolution("cross_entropy", owner), note
         )

@@ -1,4 +1,4 @@
-"""What a replacement rule is, and when a fused module steps aside.
+"""What a replacement rule is, and when a fused module falls back.
 
 A rule gives an instance another class: a subclass of its own class with a fused ``forward``, under
 the same name, because transformers and accelerate compare class names (``_no_split_modules``). What
