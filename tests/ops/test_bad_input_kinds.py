@@ -134,8 +134,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
 }
 TYPES = {"PatchReport", "QuantizationReport", "RoutingPlan", "UnsupportedError"}
 # tests/generate/test_decoding.py, testing/test_verify.py, planner/test_auto_parallel.py,
-# nn/test_quantized.py
-WITH_ITS_OWN = {"generate", "verify", "auto_parallel", "quantize"}
+# nn/test_quantized.py, models/test_load_quantized.py
+WITH_ITS_OWN = {"generate", "verify", "auto_parallel", "quantize", "load_quantized"}
 WITHOUT_ARGUMENTS = {
     *("counters", "decompositions"),
     *("register_attention", "register_experts", "reset_counters"),
