@@ -14,7 +14,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 try:
@@ -24,7 +23,7 @@ except ImportError:
     sys.stderr.write("fusedops: error: the command needs typer: pip install 'fusedops[cli]'\n")
     raise SystemExit(2) from None
 
-from fusedops.cli import generate, plan, report, train
+from fusedops.cli import generate, output, plan, report, train
 from fusedops.cli.bench import commands as bench
 from fusedops.terminal import files
 
@@ -134,13 +133,8 @@ app.command()(generate.generate)
 )
 def demo(context: typer.Context) -> None:
     """Train a small GPT-2, stock and fused, and compare them (`fusedops demo --help`)."""
-    script = Path(__file__).resolve().parents[2] / "bench" / "models" / "train_gpt2.py"
+    script = output.source_script("bench/models/train_gpt2.py", "make demo")
     with files.one_line_errors():
-        if not script.exists():
-            raise files.UserError(
-                f"the demo is a part of the source tree, and {script} does not exist: clone the "
-                "repository and run `make demo` there"
-            )
         make_parser = runpy.run_path(str(script.parent / "gpt2_demo" / "options.py"))["make_parser"]
         make_parser("fusedops demo").parse_args(context.args)  # help and mistakes need no torch
         files.check_environment()

@@ -109,3 +109,20 @@ def deliver_record(
     )
     if not complete:
         raise typer.Exit(130)  # as a shell says of an interrupted command
+
+
+def source_script(path: str, command: str) -> Path:
+    """Return a script of the source tree, which a wheel does not have.
+
+    Args:
+        path: of the script in the repository.
+        command: what to run in a clone.
+    """
+    script = Path(__file__).resolve().parents[2] / path
+    with files.one_line_errors():
+        if not script.exists():
+            raise files.UserError(
+                f"{path} is a part of the source tree, and {script} does not exist: clone the "
+                f"repository and run `{command}` there"
+            )
+    return script

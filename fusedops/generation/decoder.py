@@ -80,8 +80,9 @@ class Decoder:
         self._token_multiple = config.tp if config.sp or sizes.sparse_layers else 1
         self._max_seq_len = max_seq_len
         self.cache = KVCache(max_seq_len)
-        self._step = RecordedStep(self.model)
-        self._runs_alone = engine.mesh is None and self._step.reason is None
+        self._recorded = RecordedStep(self.model)
+        if engine.mesh is not None:
+            self._recorded.reason = "the model is on several processes"
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._has_equal_lengths = 0, False
 
@@ -99,7 +100,7 @@ class Decoder:
             checks.index_tensor(_OP, name, prompt, dtypes=(torch.int64,))
             if prompt.dim() != 1 or not len(prompt):
                 checks.fail(_OP, name, "of shape [tokens], one token at least", list(prompt.shape))
-        self._step.forget()
+        self._recorded.forget()
         self.cache = KVCache(self._max_seq_len)
         lengths = [len(prompt) for prompt in prompts]
         self._lengths = self._new(lengths)
@@ -130,17 +131,16 @@ class Decoder:
             checks.fail(_OP, "tokens", f"one for each of {len(self._lengths)} rows", len(tokens_R))
         positions = self._lengths
         if self._longest + 1 > self.cache.capacity:
-            self._step.forget()
+            self._recorded.forget()
         self.cache.reserve(self._longest + 1)
         self._longest += 1
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
         inputs = tokens_R, positions, self._lengths, rows
-        if not self._runs_alone:
-            return self._new_tokens(*inputs)
-        check_inputs(self.model.config, tokens_R[None], {"positions": positions})
+        if self._recorded.reason is None:  # else the model's forward does it
+            check_inputs(self.model.config, tokens_R[None], {"positions": positions})
         with self._mode():
-            return self._step.run(self._new_tokens, inputs, [*self.cache.tensors.values()])
+            return self._recorded.run(self._new_tokens, inputs, [*self.cache.tensors.values()])
 
     def select(self, rows: torch.Tensor) -> None:
         """Continue with these rows, in this order; some may be removed or repeated.
@@ -192,7 +192,7 @@ class Decoder:
         }
         tokens_1T = tokens_T.unsqueeze(0)
         with self._mode():
-            if self._pipeline is None and call.cu_seqlens is None and self._runs_alone:
+            if call.cu_seqlens is None and self._recorded.reason is None:
                 logits_1RV = self.model.compute(tokens_1T, **inputs)  # step has checked them
             elif self._pipeline is None:
                 logits_1RV = self.model(tokens_1T, **inputs)

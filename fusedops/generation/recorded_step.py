@@ -21,8 +21,8 @@ class RecordedStep:
     """Runs a function of tensors, at first itself, and then the operator calls that it made.
 
     Args:
-        model: whose parameters and buffers the calls read. It must keep its modules and its
-            parameters; values may change in place.
+        model: whose parameters and buffers the calls read. Their values may change in place. A
+            hook, module or parameter that is added or replaced later ends the repetition.
 
     Attributes:
         reason: why the function always runs itself; ``None``: its calls may be run again.
@@ -31,7 +31,23 @@ class RecordedStep:
     def __init__(self, model: nn.Module) -> None:
         self.reason = _obstacle(model)
         self._model = model
+        self._modules = list(model.modules())
+        self._parts = self._current_parts()
         self.forget()
+
+    def _current_parts(self) -> list[tuple[int, ...]]:
+        """Return the identities of all that a module has: some 40 us for 127 modules."""
+        return [
+            (
+                *map(id, module._modules.values()),
+                *map(id, module._parameters.values()),
+                *map(id, module._buffers.values()),
+                len(module._forward_hooks),
+                len(module._forward_pre_hooks),
+                "forward" in module.__dict__,
+            )
+            for module in self._modules
+        ]
 
     def forget(self) -> None:
         """Free the recorded calls, which refer to the tensors that they keep."""
@@ -53,6 +69,9 @@ class RecordedStep:
             inputs: all tensors that change from step to step.
             kept: tensors that it reads and writes in place, in addition to those of the model.
         """
+        if self.reason is None and (_global_hooks() or self._current_parts() != self._parts):
+            self.reason = "a hook was added to the model, or a part of it was replaced"
+            self.forget()
         if self.reason is not None or tracing.is_traced() or torch._C._len_torch_function_stack():
             return step(*inputs)
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -92,11 +111,17 @@ def _obstacle(model: nn.Module) -> str | None:
     missing = extension.cpu_library()
     if missing is not None:
         return missing
-    if all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks:
+    if _global_hooks():
         return "hooks are registered for all modules"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has hooks"
+        if "forward" in module.__dict__:
+            return f"{name} has a forward of its own"
         if not type(module).__module__.startswith(("fusedops.", "torch.nn.")):
             return f"{name} is a {type(module).__name__}"
     return None
+
+
+def _global_hooks() -> bool:
+    return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks)

@@ -182,7 +182,11 @@ def quantize(
     reasons: dict[int, str] = {}
     patterns = SKIPPED if skip is None else tuple(skip)
     protected = None if skip is not None else _output_head(model)
+    made: dict[int, nn.Module] = {}
     for name, parent, key, module in list(_layers(model)):
+        if id(module) in made:  # it has another place
+            parent._modules[key] = made[id(module)]
+            continue
         reason = _obstacle(model, name, parent, module, patterns, protected)
         if reason is not None:
             reasons |= {id(parameter): reason for parameter in module.parameters()}
@@ -194,16 +198,16 @@ def quantize(
             for (part, weight), quantized in zip(matrices.items(), parts, strict=True):
                 matrix = weight.transpose(1, 2) if experts.transposed else weight
                 entries[f"{name}.{part}"] = _entry(f"{name}.{part}", matrix, quantized)
-            parent._modules[key] = experts
+            parent._modules[key] = made[id(module)] = experts
         elif isinstance(module, MLP):
             mlp = QuantizedMLP.of(module, format=weights, group=group)
             entries[f"{name}.up"] = _entry(f"{name}.up", module.w1, mlp.up)
             entries[f"{name}.down"] = _entry(f"{name}.down", module.w2, mlp.down)
-            parent._modules[key] = mlp
+            parent._modules[key] = made[id(module)] = mlp
         else:
             layer = QuantizedLinear.of(module, format=weights, group=group)
             entries[name] = _entry(name, module.weight, layer)
-            parent._modules[key] = layer
+            parent._modules[key] = made[id(module)] = layer
     if head is not None:
         entries |= _quantize_head(model, head, group)
     for name, parameter in model.named_parameters():
@@ -257,9 +261,10 @@ def _obstacle(
         return "already quantised"
     if isinstance(parent, _READERS):
         return f"{type(parent).__name__} reads its weight"
-    if _are_experts(module):
-        return experts_obstacle(module)
-    if type(module) not in (nn.Linear, LinearAct, MLP):
+    reason = experts_obstacle(module) if _are_experts(module) else None
+    if reason is not None:
+        return reason
+    if not _are_experts(module) and type(module) not in (nn.Linear, LinearAct, MLP):
         return f"a {type(module).__name__} may compute anything: quantise before it is made"
     is_gate = hasattr(parent, "down_proj") and getattr(parent, "gate_proj", None) is module
     if isinstance(module, LinearAct) and module.activation != "identity" and not is_gate:

@@ -40,11 +40,11 @@ def test_logits_are_those_of_the_modules(name: str, unequal: bool) -> None:
     options = {"sliding_window": 6} if name == "tiny-llama" else {}
     prompts = [*PROMPTS[:1], PROMPTS[1][: 2 if unequal else 3]]
     recorded, by_modules = decoder(name, **options), decoder(name, **options)
-    by_modules._step.reason = "by modules"
+    by_modules._recorded.reason = "by modules"
     actual = decode(recorded, prompts, 90)
     assert torch.equal(actual, decode(by_modules, prompts, 90))
-    assert recorded._step.reason is None
-    assert recorded._step._repeats
+    assert recorded._recorded.reason is None
+    assert recorded._recorded._repeats
 
 
 def test_weights_may_change_in_place() -> None:
@@ -55,12 +55,57 @@ def test_weights_may_change_in_place() -> None:
             parameter.mul_(0.5)
     after = decode(made, PROMPTS, 5)
     assert not torch.equal(before, after)
-    made._step.reason = "by modules"
+    made._recorded.reason = "by modules"
     assert torch.equal(decode(made, PROMPTS, 5), after)
 
 
 class Named(nn.Identity):
     """A class that fusedops does not know: its forward may do more than call operators."""
+
+
+@pytest.mark.parametrize("change", ["hook", "hook of the model", "module", "parameter", "forward"])
+def test_changes_between_two_steps_are_seen(change: str) -> None:
+    made = decoder("tiny-llama")
+    logits = made.prefill(PROMPTS)
+    for _ in range(4):
+        logits = made.step(logits.argmax(-1))
+    assert made._recorded._repeats
+    model, calls = made.model, []
+    if "hook" in change:
+        owner = model if "model" in change else model.layers["0"]
+        owner.register_forward_hook(lambda *_: calls.append(1))
+    elif change == "module":
+        model.norm = Counted(model.norm, calls)
+    elif change == "parameter":
+        model.norm.weight = nn.Parameter(2 * model.norm.weight.detach())
+    else:
+        own = model.norm.forward
+        model.norm.forward = lambda x: (calls.append(1), own(x))[1]  # type: ignore[method-assign]
+    tokens = logits.argmax(-1)
+    changed = made.step(tokens)
+    assert made._recorded.reason is not None
+    assert len(calls) == (change != "parameter")
+    if change == "parameter":
+        by_modules = decoder("tiny-llama")
+        by_modules._recorded.reason = "by modules"
+        logits = by_modules.prefill(PROMPTS)
+        for _ in range(4):
+            logits = by_modules.step(logits.argmax(-1))
+        by_modules.model.norm.weight.data.mul_(2)
+        assert torch.equal(changed, by_modules.step(tokens))
+
+
+class Counted(nn.Sequential):
+    """Counts its calls."""
+
+    def __init__(self, module: nn.Module, calls: list[int]) -> None:
+        super().__init__(module)
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        output: torch.Tensor = self[0](x)
+        return output
 
 
 @pytest.mark.parametrize("change", ["hook", "class"])
@@ -73,7 +118,7 @@ def test_other_modules_run_in_every_step(change: str) -> None:
         model.norm = nn.Sequential(model.norm, Named())
     made = Decoder(model, 128)
     expected = "layers.0 has hooks" if change == "hook" else "norm.1 is a Named"
-    assert made._step.reason == expected
+    assert made._recorded.reason == expected
     decode(made, PROMPTS, 5)
     assert len(calls) == (6 if change == "hook" else 0)
 

@@ -110,6 +110,16 @@ def test_a_state_dict_and_repr_and_patch() -> None:
     assert "QuantizedExperts" in repr(pair("nn.MoE")[0])
 
 
+def test_a_module_in_two_places_stays_one() -> None:
+    layer = LAYERS["nn.MoE"]()
+    experts, linear = layer.get_submodule("experts"), nn.Linear(8, 8)
+    model = nn.ModuleDict({"a": layer, "b": nn.ModuleList([experts, linear]), "c": linear})
+    fusedops.quantize(model, "int8")
+    assert isinstance(model["b"][0], QuantizedExperts)
+    assert model["b"][0] is layer.get_submodule("experts")
+    assert model["b"][1] is model["c"]
+
+
 def test_experts_that_are_not_finite_are_refused() -> None:
     layer = LAYERS["nn.MoE"]()
     with torch.no_grad():
@@ -133,4 +143,4 @@ def test_a_sparse_transformer_decodes_with_quantised_experts() -> None:
         whole = model(tokens[None])[0, 3:]
     torch.testing.assert_close(torch.cat(logits), whole)
     # Which experts run follows from the tokens.
-    assert decoder._step.reason is not None
+    assert decoder._recorded.reason is not None

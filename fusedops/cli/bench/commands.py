@@ -443,14 +443,5 @@ def peers(context: typer.Context) -> None:
 
     ONNX Runtime, OpenVINO, llama.cpp, torchao, bitsandbytes, zentorch: docs/peers.md.
     """
-    script = Path(__file__).resolve().parents[3] / "bench" / "cpu_peers" / "measure.py"
-    with files.one_line_errors():
-        if not script.exists():
-            raise files.UserError(
-                f"this comparison is a part of the source tree, and {script} does not exist: clone "
-                "the repository and run the command there"
-            )
-    root = str(script.parents[2])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    arguments = [sys.executable, str(script), *context.args]
-    os.execve(sys.executable, arguments, os.environ | {"PYTHONPATH": paths})
+    script = output.source_script("bench/cpu_peers/measure.py", "fusedops bench peers")
+    os.execv(sys.executable, [sys.executable, str(script), *context.args])
