@@ -352,3 +352,16 @@ def test_activations_that_all_models_share_stay_stock() -> None:
     assert type(activations.gelu) is activations.GELUActivation
     reason = fusedops.patch(nn.ModuleList([activations.gelu]))["0"].reason
     assert reason is not None and "a global of transformers.activations" in reason
+
+
+def test_an_inner_function_that_reads_a_global_and_an_attribute_of_its_name() -> None:
+    def both(values: Any) -> Any:
+        return functional, [(functional, value.functional) for value in values]
+
+    def attribute(values: Any) -> Any:
+        return functional, [value.functional for value in values]
+
+    others, values = {"functional": 1}, [SimpleNamespace(functional=2)]
+    assert original_code.with_others(both, others, "tests.user") is None
+    copy = original_code.with_others(attribute, others, "tests.user")
+    assert copy is not None and copy(values) == (1, [2])

@@ -418,10 +418,11 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType | None:
         if any(step.argval in names and _is_global(step) for step in _steps(code)):
             return None
         names = {}
-    constants = [
-        _renamed(constant, names) if isinstance(constant, CodeType) else constant
-        for constant in code.co_consts
-    ]
+    constants: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and (constant := _renamed(constant, names)) is None:
+            return None
+        constants.append(constant)
     renamed = tuple(names.get(name, name) for name in code.co_names)
     return code.replace(co_names=renamed, co_consts=tuple(constants))
 
