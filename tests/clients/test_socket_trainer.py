@@ -127,6 +127,22 @@ def test_prepare_wants_an_accelerator_and_a_model() -> None:
 SAVED_STEPS = 6
 
 
+def test_a_resumed_run_has_the_losses_of_one_without_interruption(tmp_path: Path) -> None:
+    """A new process loads and patches the model again, then resumes from the checkpoint."""
+    saving = {"save_strategy": "steps", "save_steps": STEPS // 2, "lr_scheduler_type": "constant"}
+    patched = llama()
+    fusedops.patch(patched)
+    expected = losses_of(trainer(tmp_path, patched, **saving))
+    resumed = llama()
+    fusedops.patch(resumed)
+    again = trainer(tmp_path, resumed, **saving)
+    with counted() as calls:
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    losses = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    assert losses == expected and len(losses) == STEPS
+    assert calls["cross_entropy_backward"] == 2 * (STEPS - STEPS // 2)
+
+
 def _trained(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, list[float]]:
     model = llama()
     fusedops.patch(model)
