@@ -210,7 +210,7 @@ A cell says how the rules are known ([patching](dev/patch.md)):
 |---|---|
 | `table` | by a table of the family, or of torch's modules |
 | `copy` | as a copy of a class with a table |
-| `code` | by what the code of the class computes, or calls; attention of this kind stays stock at the default level O2 |
+| `code` | by what the code of the class computes, or calls (attention then needs level `O3`) |
 | `registry` | attention or experts that look their function up in transformers' registry |
 | `no` | the model has such modules, and none is fused |
 
