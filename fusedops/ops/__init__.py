@@ -29,6 +29,7 @@ with without_garbage_collection():
     from fusedops.ops.baddbmm import baddbmm
     from fusedops.ops.bias_dropout_add import bias_dropout_add
     from fusedops.ops.bias_gelu import bias_gelu
+    from fusedops.ops.causal_conv1d import causal_conv1d
     from fusedops.ops.cross_entropy import cross_entropy
     from fusedops.ops.geglu import geglu
     from fusedops.ops.gelu import gelu
@@ -52,6 +53,7 @@ with without_garbage_collection():
     from fusedops.ops.rms_norm import rms_norm
     from fusedops.ops.rotary_embedding import rotary_embedding
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
+    from fusedops.ops.selective_state_space import selective_state_space
     from fusedops.ops.swiglu import swiglu
 
 _flops.register()
@@ -68,6 +70,7 @@ __all__ = [
     "baddbmm",
     "bias_dropout_add",
     "bias_gelu",
+    "causal_conv1d",
     "cross_entropy",
     "geglu",
     "gelu",
@@ -95,6 +98,7 @@ __all__ = [
     "rotary_embedding",
     "routing_contexts",
     "scaled_masked_softmax",
+    "selective_state_space",
     "swiglu",
     "update_balancing_bias",
 ]
