@@ -75,6 +75,18 @@ class StateSpaceArguments(NamedTuple):
     dt_max: float = math.inf
 
 
+class DeltaRuleArguments(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    scale: float
+    qk_norm: bool
+
+
 class GroupedArguments(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor

@@ -31,6 +31,7 @@ with without_garbage_collection():
     from fusedops.ops.bias_gelu import bias_gelu
     from fusedops.ops.causal_conv1d import causal_conv1d
     from fusedops.ops.cross_entropy import cross_entropy
+    from fusedops.ops.gated_delta_rule import gated_delta_rule
     from fusedops.ops.geglu import geglu
     from fusedops.ops.gelu import gelu
     from fusedops.ops.grouped_mm import grouped_mm
@@ -72,6 +73,7 @@ __all__ = [
     "bias_gelu",
     "causal_conv1d",
     "cross_entropy",
+    "gated_delta_rule",
     "geglu",
     "gelu",
     "grouped_mm",
