@@ -32,7 +32,7 @@ _TABLES = {
 }
 
 # Sections of known_code.toml with the classes of ``families.RULES``.
-_SECTIONS = ("opt", "bert", "t5", "whisper")
+_SECTIONS = ("opt", "bert", "t5", "whisper", "gated_norms")
 
 _LOG = logging.getLogger("fusedops")
 
