@@ -47,6 +47,18 @@ class VarlenArguments(NamedTuple):
     keep_remainder: bool
 
 
+class DeltaRuleArguments(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    scale: float
+    qk_norm: bool
+
+
 class GroupedArguments(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor

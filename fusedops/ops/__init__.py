@@ -30,6 +30,7 @@ with without_garbage_collection():
     from fusedops.ops.bias_dropout_add import bias_dropout_add
     from fusedops.ops.bias_gelu import bias_gelu
     from fusedops.ops.cross_entropy import cross_entropy
+    from fusedops.ops.gated_delta_rule import gated_delta_rule
     from fusedops.ops.geglu import geglu
     from fusedops.ops.gelu import gelu
     from fusedops.ops.grouped_mm import grouped_mm
@@ -69,6 +70,7 @@ __all__ = [
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",
+    "gated_delta_rule",
     "geglu",
     "gelu",
     "grouped_mm",

@@ -129,6 +129,16 @@ def _attention_varlen_backward(grad: Any, grad_lse: Any, *call: Any, **_: Any) -
     return 2 * _pairs(ends_q, ends_k, most) * query.shape[1] * sizes
 
 
+def _delta_rule(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    # The state is multiplied by the keys, by the queries, and gets the products of keys and values.
+    return 6 * prod(value) * key[3]
+
+
+def _delta_rule_backward(*args: Any, **__: Any) -> int:
+    # Two products make the states again; the other six are those of the gradients.
+    return 16 * prod(args[4]) * int(args[3][3])
+
+
 def _quantized_linear(input: _Shape, *args: Any, **__: Any) -> int:
     _, _, _, _, out_features, *_ = args
     return 2 * prod(input) * int(out_features)
@@ -152,6 +162,7 @@ _FORMULAE = {
     "moe_mlp_add_gradients": (_moe_mlp_add_gradients, None),
     "attention": (_attention, _attention_backward),
     "attention_decode": (_attention, None),
+    "gated_delta_rule": (_delta_rule, _delta_rule_backward),
 }
 _OF_TENSORS = {"attention_varlen": (_attention_varlen, _attention_varlen_backward)}
 

@@ -41,6 +41,7 @@ GROUPS = [new(6, 8), new(2, 8, 10), torch.tensor([4, 6], dtype=torch.int32)]
 MLP = [new(9, 16), new(32, 16), new(32), new(12, 32), new(12)]
 MOE = [new(13, 8), PLAN, new(6, 8, 10), new(6, 5, 7)]
 ROTARY = [new(2, 3, 6, 8), new(2, 1, 6, 8), *torch.randn(2, 1, 6, 8)]
+DELTA = [*(new(1, 6, 2, 8) for _ in range(3)), *(new(1, 6, 2) for _ in range(2))]
 ROWS = new(52, 64)
 LCE = [new(300, 4), new(700, 4), torch.arange(300)]
 SUM, DROPS, SILU = {"reduction": "sum"}, {"dropout_p": 0.1}, {"activation": "silu"}
@@ -54,6 +55,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "swiglu": ([new(8, 64), new(8, 64)], {}, "gate up", []),
     "geglu": ([new(8, 64), new(8, 64)], {}, "gate up", []),
     "rotary_embedding": (ROTARY, {}, "cos sin", []),
+    "gated_delta_rule": (DELTA, {}, "beta gate key query value", []),
     # Mean and reciprocal deviation of a row; a seed.
     "layer_norm": ([new(6, 16), *NORM], {}, "input weight", [24, 24]),
     "add_layer_norm": (ADDED, {}, "output_1 weight", [24, 24]),
