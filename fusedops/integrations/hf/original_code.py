@@ -496,10 +496,12 @@ def _known(function: Any, root: str) -> Any:
     """Return ``function``, or ``None`` where it or a wrapper of it comes from another library."""
     if isinstance(function, BuiltinFunctionType):
         return function
-    layer = function
+    layer, homes = function, {root, "torch"}
+    if root != "torch":  # code of a model in the style of transformers has its decorators
+        homes.add("transformers")
     while layer is not None:
         home = getattr(layer, "__globals__", {}).get("__name__", root)
-        if home.partition(".")[0] not in (root, "torch") or home.startswith("torch.distributed"):
+        if home.partition(".")[0] not in homes or home.startswith("torch.distributed"):
             return None
         layer = getattr(layer, "__wrapped__", None)
     return function
