@@ -23,7 +23,10 @@ from fusedops.ops.linear_act import activate
 from fusedops.ops.rotary_embedding import rotated
 
 Decompositions = dict[torch._ops.OpOverload, Callable[..., Any]]
-_LEFT = ("attention_decode", "attention_varlen", "gated_delta_rule", "moe_pack", "moe_unpack")
+_LEFT = (
+    *("attention_decode", "attention_varlen", "causal_conv1d", "gated_delta_rule"),
+    *("moe_pack", "moe_unpack"),
+)
 
 
 def decompositions() -> Decompositions:
@@ -34,10 +37,10 @@ def decompositions() -> Decompositions:
         op. Results are within each op's error budget; the order of sums differs.
 
     Note:
-        The table has no backward operators: export under ``torch.no_grad()``. ``attention_decode``,
-        ``attention_varlen`` and ``gated_delta_rule`` are not decomposed, because they read lengths
-        while they run, and neither are ``moe_pack`` and ``moe_unpack``, which belong to exchanges
-        between processes.
+        The table has no backward operators: export under ``torch.no_grad()``. Not decomposed are
+        ``attention_decode``, ``attention_varlen``, ``causal_conv1d`` and ``gated_delta_rule``,
+        because they read lengths while they run, and ``moe_pack`` and ``moe_unpack``, which belong to exchanges between
+        processes.
 
     Example:
         >>> import torch, fusedops

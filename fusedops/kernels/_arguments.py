@@ -59,6 +59,15 @@ class DeltaRuleArguments(NamedTuple):
     qk_norm: bool
 
 
+class CausalConv1dArguments(NamedTuple):
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    activation: str
+
+
 class GroupedArguments(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor

@@ -29,6 +29,7 @@ with without_garbage_collection():
     from fusedops.ops.baddbmm import baddbmm
     from fusedops.ops.bias_dropout_add import bias_dropout_add
     from fusedops.ops.bias_gelu import bias_gelu
+    from fusedops.ops.causal_conv1d import causal_conv1d
     from fusedops.ops.cross_entropy import cross_entropy
     from fusedops.ops.gated_delta_rule import gated_delta_rule
     from fusedops.ops.geglu import geglu
@@ -69,6 +70,7 @@ __all__ = [
     "baddbmm",
     "bias_dropout_add",
     "bias_gelu",
+    "causal_conv1d",
     "cross_entropy",
     "gated_delta_rule",
     "geglu",

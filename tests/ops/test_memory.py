@@ -56,6 +56,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "geglu": ([new(8, 64), new(8, 64)], {}, "gate up", []),
     "rotary_embedding": (ROTARY, {}, "cos sin", []),
     "gated_delta_rule": (DELTA, {}, "beta gate key query value", []),
+    "causal_conv1d": ([new(2, 5, 9), new(5, 4), new(5)], {}, "bias input weight", []),
     # Mean and reciprocal deviation of a row; a seed.
     "layer_norm": ([new(6, 16), *NORM], {}, "input weight", [24, 24]),
     "add_layer_norm": (ADDED, {}, "output_1 weight", [24, 24]),

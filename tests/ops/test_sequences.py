@@ -1,0 +1,98 @@
+"""Ops that keep a state: packed sequences and sequences in pieces have the bits of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_same_bits, assert_same_bits_on_threads
+
+import fusedops
+from fusedops.specs import Sample, all_specs
+
+LENGTHS = (70, 0, 1, 129, 64)
+Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any], tuple[int, ...]]
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def _causal_conv1d(dtype: torch.dtype, tokens: int, states: int) -> Call:
+    rows = new(1, tokens, 37, dtype=dtype).transpose(1, 2)
+    parameters = {"weight": new(37, 4, dtype=dtype), "bias": new(37, dtype=dtype)}
+    options = {**parameters, "activation": "silu"}
+    return fusedops.causal_conv1d, (rows,), options, (states, 37, 3)
+
+
+CALLS = {"causal_conv1d": _causal_conv1d}
+CASES = [(name, dtype) for name in CALLS for dtype in (torch.float32, torch.bfloat16)]
+
+
+def state_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return new(*shape, dtype=dtype if name == "causal_conv1d" else torch.float32)
+
+
+def token_dim(name: str) -> int:
+    return 2 if name == "causal_conv1d" else 1
+
+
+def results(
+    function: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    state: torch.Tensor,
+    given: tuple[torch.Tensor, torch.Tensor],
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Return output, state, and the gradients of the tensors with tokens and of the state."""
+    outputs = function(*tensors, initial_state=state, return_state=True, **options)
+    return [*outputs, *torch.autograd.grad(outputs, [*tensors, state], given)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_packed_sequences_have_the_bits_of_separate_calls(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function, tensors, options, shape = CALLS[name](dtype, sum(LENGTHS), len(LENGTHS))
+    state, dim = state_of(name, dtype, shape), token_dim(name)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    given = torch.randn(tensors[0].shape).to(dtype), torch.randn(shape).to(state.dtype)
+    packed = results(function, tensors, state, given, cu_seqlens=ends, **options)
+    dims = [dim, 0, *[dim] * len(tensors), 0]
+    separate = []
+    for n in range(len(LENGTHS)):
+        cut = [tensor.narrow(dim, int(ends[n]), LENGTHS[n]) for tensor in (*tensors, given[0])]
+        *part, grad = (tensor.detach().requires_grad_() for tensor in cut)
+        one = state[n : n + 1].detach().requires_grad_()
+        separate.append(
+            results(function, tuple(part), one, (grad.detach(), given[1][n : n + 1]), **options)
+        )
+    joined = [
+        torch.cat(parts, d) for d, parts in zip(dims, zip(*separate, strict=True), strict=True)
+    ]
+    assert_same_bits(packed, joined)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_number_of_threads_changes_no_bits(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    _, tensors, options, shape = CALLS[name](dtype, 700, 3)
+    options |= {"initial_state": state_of(name, dtype, shape), "return_state": True}
+    options["cu_seqlens"] = torch.tensor([0, 300, 301, 700])
+    assert_same_bits_on_threads(all_specs()[name], Sample("packed", tensors, options), (2, 1, 3))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_sequence_in_pieces_has_the_bits_of_one_call(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function, tensors, options, shape = CALLS[name](dtype, 192, 1)
+    options |= {"return_state": True}
+    dim, state = token_dim(name), state_of(name, dtype, shape)
+    output, last = function(*tensors, initial_state=state, **options)
+    parts = []
+    for begin, length in ((0, 64), (64, 128)):
+        cut = [tensor.narrow(dim, begin, length) for tensor in tensors]
+        part, state = function(*cut, initial_state=state, **options)
+        parts.append(part)
+    assert_same_bits([torch.cat(parts, dim), state], [output, last])
