@@ -39,8 +39,8 @@ def decompositions() -> Decompositions:
     Note:
         The table has no backward operators: export under ``torch.no_grad()``. Not decomposed are
         ``attention_decode``, ``attention_varlen``, ``causal_conv1d`` and ``gated_delta_rule``,
-        because they read lengths while they run, and ``moe_pack`` and ``moe_unpack``, which belong to exchanges between
-        processes.
+        because they read lengths while they run, and ``moe_pack`` and ``moe_unpack``, which belong
+        to exchanges between processes.
 
     Example:
         >>> import torch, fusedops

@@ -40,7 +40,7 @@ def _convolution(
     """Compute ``causal_conv1d_fn``."""
     if not _takes_convolution(hidden_states, weight, bias, activation):
         return None
-    input = hidden_states.to(weight.dtype)
+    input = _convolved(hidden_states, weight)
     output = causal_conv1d(input, weight, bias, activation=ACTIVATIONS[activation])
     return output.to(hidden_states.dtype)
 
@@ -57,7 +57,7 @@ def _convolution_update(
     known = _takes_convolution(hidden_states, weight, bias, activation) and is_plain(conv_state)
     if not known or first < width - 1:
         return None
-    inputs = torch.cat([conv_state, hidden_states], dim=-1).to(weight.dtype)
+    inputs = _convolved(torch.cat([conv_state, hidden_states], dim=-1), weight)
     conv_state.copy_(inputs[:, :, -first:])
     output = causal_conv1d(
         inputs[:, :, first:],
@@ -67,6 +67,12 @@ def _convolution_update(
         initial_state=inputs[:, :, first + 1 - width : first],
     )
     return output.to(hidden_states.dtype)
+
+
+def _convolved(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return an input in the dtype of the weight, unless the op reads both as they are."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    return input if half and weight.dtype == torch.float32 else input.to(weight.dtype)
 
 
 def _takes_convolution(input: Any, weight: Any, bias: Any, activation: Any) -> bool:
