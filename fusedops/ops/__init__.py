@@ -32,6 +32,7 @@ with without_garbage_collection():
     from fusedops.ops.causal_conv1d import causal_conv1d
     from fusedops.ops.cross_entropy import cross_entropy
     from fusedops.ops.gated_delta_rule import gated_delta_rule
+    from fusedops.ops.gated_rms_norm import gated_rms_norm
     from fusedops.ops.geglu import geglu
     from fusedops.ops.gelu import gelu
     from fusedops.ops.grouped_mm import grouped_mm
@@ -73,6 +74,7 @@ __all__ = [
     "causal_conv1d",
     "cross_entropy",
     "gated_delta_rule",
+    "gated_rms_norm",
     "geglu",
     "gelu",
     "grouped_mm",

@@ -141,7 +141,7 @@ def affine(
     return values if bias is None else values + bias.to(values.dtype)
 
 
-def _input_gradient(
+def input_gradient(
     grad: torch.Tensor,
     normalized: Normalized,
     weight: torch.Tensor | None,
@@ -173,7 +173,7 @@ def norm_gradients(
     grad = grad_normed.to(normalized.values.dtype)
     gradients: list[torch.Tensor | None] = [None] * len(requested)
     if requested[0]:
-        gradients[0] = _input_gradient(grad, normalized, weight, normalized_shape)
+        gradients[0] = input_gradient(grad, normalized, weight, normalized_shape)
     if requested[1]:
         gradients[1] = _sum_rows(grad * normalized.values, normalized_shape).to(parameter)
     if any(requested[2:]):

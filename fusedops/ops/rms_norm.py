@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,8 @@ from fusedops._core import checks
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_op import NormOp
+from fusedops.ops.gated_rms_norm import call as call_gated
+from fusedops.ops.gated_rms_norm import check_options
 
 ROUNDINGS = _norm_math.ROUNDINGS
 
@@ -25,10 +28,15 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     rounding: str = "torch",
+    gate: torch.Tensor | None = None,
+    norm_before_gate: bool = True,
+    groups: int = 1,
+    gate_activation: str = "silu",
 ) -> torch.Tensor:
     """Divide by the root mean square over the last ``len(normalized_shape)`` dimensions.
 
-    ``y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)``
+    ``y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)``; with a ``gate`` the call is
+    ``fusedops.gated_rms_norm``.
 
     Args:
         input: ``[..., *normalized_shape]``, any floating dtype, any strides.
@@ -42,13 +50,19 @@ def rms_norm(
         rounding: ``"torch"`` rounds once, at the end (also Gemma's); ``"hf"`` rounds the normalised
             row to the dtype of ``input`` and then multiplies (Llama, Qwen, Mistral; T5 where weight
             and input have one dtype). The two differ in half precision only.
+        gate: shape and dtype of ``input``, multiplies the result by its activation. Needs one
+            normalised dimension, ``"torch"`` and no offset.
+        norm_before_gate: ``False`` normalises ``input`` times the gate's activation.
+        groups: with a gate, number of equal parts of a row that are normalised separately.
+        gate_activation: ``"silu"`` or ``"sigmoid"``.
 
     Returns:
         Shape and dtype of ``input``, contiguous. With ``"hf"`` and a float32 weight and a
         half-precision input the dtype is float32, to which torch promotes their product.
 
     Raises:
-        ValueError: a shape or device does not fit, or ``rounding`` is unknown.
+        ValueError: a shape or device does not fit, ``rounding`` is unknown, or an argument does not
+            go with the gate or needs one.
         TypeError: an argument is no tensor or number, or its dtype does not fit.
 
     Note:
@@ -76,5 +90,32 @@ def rms_norm(
     checked_eps = 0.0 if eps is None else eps
     _norm_math.check("rms_norm", "input", input, normalized_shape, weight, None, checked_eps)
     _norm_math.check_rms("rms_norm", weight_offset, rounding)
+    if gate is not None:
+        _check_gated(normalized_shape, weight_offset, rounding)
+        options = (norm_before_gate, groups, gate_activation)
+        return call_gated("rms_norm", input, gate, weight, eps, *options)
+    if norm_before_gate is not True or type(groups) is not int or groups != 1:
+        _refuse_ungated(input, norm_before_gate, groups, gate_activation)
+    if not isinstance(gate_activation, str) or gate_activation != "silu":
+        _refuse_ungated(input, norm_before_gate, groups, gate_activation)
     eps = _norm_math.default_eps(input, eps)
     return _OP(input, normalized_shape, weight, eps, weight_offset, rounding)[0]
+
+
+def _check_gated(normalized_shape: Sequence[int], weight_offset: float, rounding: str) -> None:
+    if len(normalized_shape) != 1:
+        expected = "the last size alone with a gate"
+        checks.fail("rms_norm", "normalized_shape", expected, list(normalized_shape))
+    if weight_offset != 0.0:
+        checks.fail("rms_norm", "weight_offset", "0 with a gate", weight_offset)
+    if rounding != "torch":
+        checks.fail("rms_norm", "rounding", "'torch' with a gate", repr(rounding))
+
+
+def _refuse_ungated(
+    input: torch.Tensor, norm_before_gate: Any, groups: Any, gate_activation: Any
+) -> None:
+    check_options("rms_norm", input, norm_before_gate, groups, gate_activation)
+    checks.fail(
+        "rms_norm", "gate", "given with norm_before_gate, groups or gate_activation", "None"
+    )

@@ -28,6 +28,15 @@ def _norm(op: str, cols: int, *, drops: bool = False) -> HotCall:
     return HotCall(op, f"{_ROWS}x{cols}{', dropout' * drops}", make, random=drops)
 
 
+def _gated_norm(cols: int, *, gate_first: bool = True, activation: str = "silu") -> HotCall:
+    def make(new: New) -> Any:
+        data = [new(3 * 8448, cols) if cols == 128 else new(_ROWS, cols)]
+        data += [new(*data[0].shape, key="gate"), new(cols, shift=1.0, scale=0.1, key="weight")]
+        return data, {"norm_before_gate": not gate_first, "gate_activation": activation}
+
+    return HotCall("gated_rms_norm", f"{cols}, {activation}", make)
+
+
 def _softmax(cols: int, kind: str, *, causal: bool = False, learns: bool = False) -> HotCall:
     queries = _FEW if cols <= 4096 else 16
 
@@ -72,6 +81,10 @@ CALLS: dict[str, list[HotCall]] = {
         op: [_norm(op, cols, drops=drops) for drops in (False, True) for cols in _BLOCKS]
         for op in ("add_layer_norm", "add_rms_norm")
     },
+    "gated_rms_norm": [
+        *(_gated_norm(128, gate_first=False, activation=name) for name in ("silu", "sigmoid")),
+        *(_gated_norm(cols) for cols in _BLOCKS[:3]),
+    ],
     "scaled_masked_softmax": [
         *(
             call

@@ -69,6 +69,7 @@ class Family:
             which hide for which of two modules a weight was.
         frozen: parts of the names of parameters that a step gives no gradient.
         failed: the classes that have a rule, of which modules are not replaced.
+        forward_only: the ops of ``ops`` that have no backward, or run without gradients.
         generates: whether the model has ``generate``.
     """
 
@@ -91,6 +92,7 @@ class Family:
     varied: Sequence[str] = ("norm",)
     frozen: Sequence[str] = ()
     failed: Sequence[str] = ()
+    forward_only: Sequence[str] = ("moe_sort",)
     generates: bool = False
 
     def model(self, **options: Any) -> nn.Module:
@@ -427,8 +429,13 @@ SPACE = GROUPED | {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 16, 
 SPACE |= {"mamba_chunk_size": 8}
 FALCON_H1 = GROUPED | {"mlp_multipliers": [0.7, 1.3], "mamba_d_ssm": 32, "mamba_n_heads": 4}
 FALCON_H1 |= dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8)
-FALCON_H1 |= {"mamba_rms_norm": True}
-FALCON_H1_OPS = {"rms_norm": 5, "attention": 2, "rotary_embedding": 2, "swiglu": 2}
+FALCON_H1_OPS = {
+    "gated_rms_norm": 0,
+    "rms_norm": 5,
+    "attention": 2,
+    "rotary_embedding": 2,
+    "swiglu": 2,
+}
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
 NEMOTRON_MAMBA = HEADS | {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4}
 NEMOTRON_MAMBA |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
@@ -473,6 +480,7 @@ HYBRIDS = by_name(
     hybrid("KimiLinear", KIMI | {"q_lora_rank": None}, DELTA_OPS | {"rms_norm": 6}),
     replace(
         hybrid("Glm5Next", {}, GLM5_OPS, frozen=("visual", "indexer"), dropout=()),
+        forward_only=("layer_norm",),  # of the choice of keys
         cls="Glm5NextForConditionalGeneration",
         options={"text_config": GLM5, "vision_config": GLM5_VISION, "image_token_id": 96}
         | {"video_token_id": 95, "image_start_token_id": 94, "image_end_token_id": 93},

@@ -147,6 +147,15 @@ def test_what_the_convolution_does_not_serve_is_in_the_report(options: dict[str,
     assert all(note in reason for reason in mixers(patched).values())
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_norms_of_falcon_h1_with_groups(before: bool) -> None:
+    options = {"mamba_rms_norm": True, "mamba_norm_before_gate": before, "mamba_n_groups": 2}
+    patched, stock = HYBRIDS["FalconH1"].pair(**options)
+    with counted() as calls:
+        assert_same_training(patched, stock, HYBRIDS["FalconH1"].loss)
+    assert calls["gated_rms_norm"] == 2
+
+
 @pytest.fixture
 def edited_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return Mamba's file with another scan, in a process with a package of kernels."""

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 TAKES_ANY_NUMBER = {
     ("layer_norm", "eps"),
     ("rms_norm", "eps"),
+    ("gated_rms_norm", "eps"),
     ("add_layer_norm", "eps"),
     ("add_rms_norm", "eps"),
     ("attention", "scale"),

@@ -62,6 +62,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "add_layer_norm": (ADDED, {}, "output_1 weight", [24, 24]),
     "add_layer_norm, drops": (ADDED, DROPS, "output_1 weight", [16, 24, 24]),
     "add_rms_norm, drops": (ADDED, DROPS, "output_1 weight", [16, 24]),
+    "gated_rms_norm": ([new(6, 16), new(6, 16), new(16)], {}, "gate input weight", [24]),
     "linear_act": (LINEAR, {"activation": "gelu"}, "input weight", [240]),
     "linear_act, identity": (LINEAR, IDENTITY, "input weight", []),
     "linear_act, frozen": ([LINEAR[0], torch.ones(10, 8)], IDENTITY, "weight", []),

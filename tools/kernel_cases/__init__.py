@@ -26,6 +26,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "bias_dropout_add": elementwise.bias_dropout_add_cases,
     "bias_gelu": elementwise.bias_gelu_cases,
     "cross_entropy": rows.cross_entropy_cases,
+    "gated_rms_norm": rows.gated_rms_norm_cases,
     "geglu": partial(elementwise.glu_cases, tuple(GELU_VARIANTS.values())),
     "gelu": elementwise.gelu_cases,
     "grouped_mm_add_gradients": list,

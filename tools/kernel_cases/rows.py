@@ -5,7 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fusedops.kernels import _launch, _norm, cross_entropy, scaled_masked_softmax
+from fusedops.kernels import (
+    _launch,
+    _norm,
+    cross_entropy,
+    gated_rms_norm,
+    scaled_masked_softmax,
+)
 from kernel_cases.case import report_case
 
 
@@ -42,6 +48,28 @@ def norm_cases(centred: bool, *, residual: bool = False) -> list[dict[str, Any]]
         ):
             sizes, options = present | {"BLOCK_N": block}, _launch.row_options(block)
             cases.append(report_case(kernel, types, sizes, options, suffix=label))
+    return cases
+
+
+def gated_rms_norm_cases() -> list[dict[str, Any]]:
+    types = {"rstd_ptr": "*fp32", "dweight_ptr": "*fp32", "eps": "fp32"}
+    flags: dict[str, Any] = dict.fromkeys(("WANTS_INPUT", "WANTS_GATE", "WANTS_WEIGHT"), True)
+    flags |= {"HAS_WEIGHT": True}
+    cases = []
+    for cols, first, activation in (
+        (128, True, "silu"),
+        (128, True, "sigmoid"),
+        (1024, False, "silu"),
+        (4096, False, "silu"),
+        (8192, False, "silu"),
+    ):
+        tile, options = gated_rms_norm._tile(cols)
+        sizes = flags | {"NORM_FIRST": first, "ACTIVATION": activation} | tile
+        suffix = f"{activation} {'after' if first else 'before'} the norm"
+        for kernel in (gated_rms_norm._forward_kernel, gated_rms_norm._backward_kernel):
+            resident = _launch.resident(options["num_warps"])
+            more = {"resident": resident} if kernel is gated_rms_norm._backward_kernel else {}
+            cases.append(report_case(kernel, types, sizes, options, suffix=suffix, **more))
     return cases
 
 

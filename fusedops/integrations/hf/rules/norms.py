@@ -34,8 +34,9 @@ class _Norm(nn.Module):
         if norm.op == "layer_norm":
             normed = layer_norm(hidden_states, shape, weight, bias, eps)
         else:
-            offset = {} if weight is None else {"weight_offset": norm.weight_offset}
-            normed = rms_norm(hidden_states, shape, weight, eps, rounding=norm.rounding, **offset)
+            options: dict[str, Any] = {"rounding": norm.rounding}
+            options |= {} if weight is None else {"weight_offset": norm.weight_offset}
+            normed = rms_norm(hidden_states, shape, weight, eps, **options)
         # CUDA's autocast computes some of these in float32; the code returns the input's dtype.
         as_input = norm.narrowed or norm.rounding == "torch"
         return normed.to(hidden_states.dtype) if as_input else normed
