@@ -471,7 +471,8 @@ HYBRIDS = by_name(
     hybrid(
         "Qwen4Exp",
         QWEN_DELTA | ALL_EXPERTS | QWEN4,
-        QWEN_MOE_OPS | {"rotary_embedding": 0, "rms_norm": 25},
+        QWEN_MOE_OPS | {"rotary_embedding": 0, "rms_norm": 25, "rms_norm_backward": 2},
+        forward_only=("moe_sort", "rms_norm", "rms_norm_backward"),
         **text("Qwen4Exp"),
         frozen=("indexer",),
         failed=("Qwen4ExpTextRMSNorm",),
