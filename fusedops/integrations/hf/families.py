@@ -173,6 +173,5 @@ RULES: dict[str, Callable[[type[nn.Module]], PatchRule]] = {
         compute=_whisper_decoder_layer,
         norms=("encoder_attn_layer_norm", "final_layer_norm"),
     ),
-} | {
-    name: partial(gated_norm_rule, formula=formula) for name, formula in _GATED_NORMS.items()
 }
+RULES |= {name: partial(gated_norm_rule, formula=norm) for name, norm in _GATED_NORMS.items()}

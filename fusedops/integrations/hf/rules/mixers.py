@@ -44,9 +44,9 @@ def mixer_rule(original: type[nn.Module]) -> PatchRule | None:
     """
     function: Any = inspect.unwrap(original.forward)
     code = getattr(function, "__code__", None)
-    names = set(FUNCTIONS) & set(getattr(code, "co_names", ()))
-    if not names or not names <= global_names(code):
+    if code is None or set(FUNCTIONS).isdisjoint(code.co_names):
         return None
+    names = set(FUNCTIONS) & global_names(code)
     calls = [_Call(function.__globals__, name) for name in sorted(names)]
     others = {call.name: call.fused for call in calls if call.unknown is None}
     forward = with_others(original.forward, others, __name__)
