@@ -1,8 +1,8 @@
 """The functions that transformers' recurrent mixers call, on the fused ops.
 
-Each has the arguments of transformers' function in plain torch, of which it computes the same: it
-ignores what that ignores, such as ``cu_seqlens`` and ``seq_idx``, and updates states in place where
-that does. It returns ``None`` for arguments that the op does not take.
+Each has the arguments of transformers' function in plain torch and computes the same: it ignores
+the keywords that this ignores, and updates states in place where this does. It returns ``None`` for
+arguments that the op does not take.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ from fusedops.integrations.hf.rules.mixer_functions import (
 from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, subclass
 
 _CONVOLUTION = "causal_conv1d"
+# Arguments that say where packed sequences end: transformers ignores or (5.24) refuses them.
+_ENDS = ("cu_seqlens", "seq_idx")
 
 
 def mixer_rule(original: type[nn.Module]) -> PatchRule | None:
@@ -105,7 +107,8 @@ def _fused(
 
     @wraps(namespace[name])
     def call(*args: Any, **options: Any) -> Any:
-        result = function.compute(*args, **options) if obstacle() is None else None
+        is_packed = any(options.get(ends) is not None for ends in _ENDS)
+        result = None if is_packed or obstacle() else function.compute(*args, **options)
         return namespace[name](*args, **options) if result is None else result
 
     return call
