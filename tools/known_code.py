@@ -27,7 +27,10 @@ def main() -> int:
         for name, known in entries.items():
             kind, _, member = name.rpartition(".")
             file = f"models.{kind}.modeling_{kind}" if kind else "loss.loss_utils"
-            module: Any = importlib.import_module(f"transformers.{file}")
+            try:
+                module: Any = importlib.import_module(f"transformers.{file}")
+            except ModuleNotFoundError:  # a type of later releases
+                continue
             original = getattr(module, member, None)
             if name in sys.argv[1:]:
                 print(f"\n# {name}\n{code(original)}")

@@ -69,6 +69,7 @@ class Family:
             which hide for which of two modules a weight was.
         frozen: parts of the names of parameters that a step gives no gradient.
         failed: the classes that have a rule, of which modules are not replaced.
+        forward_only: the ops of ``ops`` that have no backward, or run without gradients.
         generates: whether the model has ``generate``.
     """
 
@@ -91,6 +92,7 @@ class Family:
     varied: Sequence[str] = ("norm",)
     frozen: Sequence[str] = ()
     failed: Sequence[str] = ()
+    forward_only: Sequence[str] = ("moe_sort",)
     generates: bool = False
 
     def model(self, **options: Any) -> nn.Module:
@@ -359,8 +361,6 @@ def by_code(name: str, options: dict[str, Any], columns: Any = None, **ops: int)
     return causal(name, options, ops, draws=4, **(columns or {}))
 
 
-FALCON_H1 = GROUPED | {"mlp_multipliers": [0.7, 1.3], "mamba_d_ssm": 32, "mamba_n_heads": 4}
-FALCON_H1 |= dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8)
 NEMOTRON_H_OPS = {"attention": 1, "rms_norm": 3, "mlp": 1}
 NEMOTRON_H_OPS |= {"moe_sort": 1, "moe_mlp": 1}
 NEMOTRON_H = HEADS | {
@@ -395,9 +395,121 @@ DECODERS_BY_CODE = by_name(
     by_code("Starcoder2", GROUPED, **PARALLEL_OPS, layer_norm=5),
     by_code("Bloom", {"n_head": 4}, layer_norm=6, mlp=2),
     by_code("Falcon", MULTI_QUERY, FALCON_FAILS, layer_norm=3, mlp=2),
-    by_code("FalconH1", FALCON_H1, attention=2, rotary_embedding=2, rms_norm=5, swiglu=2),
     by_code("NemotronH", NEMOTRON_H, **NEMOTRON_H_OPS),
 )
+
+# Types with recurrent mixers, of which the first layer has one; where a layer may choose experts or
+# keys, it chooses all.
+
+CONVOLVED = {"causal_conv1d": 1}
+ATTENDED = {"attention": 1, "rms_norm": 7, "linear_glu": 2}
+DELTA_OPS = ATTENDED | CONVOLVED | {"gated_delta_rule": 1, "gated_rms_norm": 1}
+QWEN_OPS = DELTA_OPS | {"rotary_embedding": 1}
+QWEN_MOE_OPS = QWEN_OPS | {"moe_sort": 2, "moe_mlp": 2}
+GLM5_OPS = DELTA_OPS | {"linear_glu": 0, "layer_norm": 1}
+SPACE_OPS = CONVOLVED | {"gated_rms_norm": 1, "rms_norm": 5}
+MAMBA2_OPS = dict.fromkeys(SPACE_OPS, 2) | {"rms_norm": 3}
+SCAN_OPS = {"causal_conv1d": 2, "rms_norm": 3}
+LFM2_OPS = ATTENDED | CONVOLVED | {"rotary_embedding": 1}
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = GROUPED | MIXED | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+QWEN_DELTA = DELTA | {"head_dim": 8}
+ALL_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALL_EXPERTS |= {"shared_expert_intermediate_size": 28, "experts_implementation": "eager"}
+QWEN4 = {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1}
+QWEN4 |= {"indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 2}
+KIMI = MIXED | {"linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4}
+KIMI |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+KIMI |= {"mlp_layer_types": ["dense", "dense"], "moe_intermediate_size": 24}
+GLM5 = SIZES | KIMI | {"q_lora_rank": 24, "qk_rope_head_dim": 0, "hc_mult": 2, "index_topk": 16}
+GLM5 |= {"index_head_dim": 8, "index_n_heads": 2, "index_kpool": 2}
+GLM5_VISION = VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 32}
+SPACE = GROUPED | {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_state": 8}
+SPACE |= {"mamba_chunk_size": 8}
+FALCON_H1 = GROUPED | {"mlp_multipliers": [0.7, 1.3], "mamba_d_ssm": 32, "mamba_n_heads": 4}
+FALCON_H1 |= dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8)
+FALCON_H1_OPS = {
+    "gated_rms_norm": 0,
+    "rms_norm": 5,
+    "attention": 2,
+    "rotary_embedding": 2,
+    "swiglu": 2,
+}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
+NEMOTRON_MAMBA = HEADS | {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4}
+NEMOTRON_MAMBA |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
+ZAMBA = {"layers_block_type": ["hybrid", "hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8}
+ZAMBA |= {"num_key_value_heads": 4}
+ZAMBA_OPS = {"rms_norm": 7, "attention": 2, "linear_glu": 2}
+ZAMBA2 = ZAMBA | {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4}
+ZAMBA2 |= {"num_mem_blocks": 1, "mamba_ngroups": 2, "chunk_size": 8}
+JAMBA = GROUPED | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"expert_layer_period": 4, "expert_layer_offset": 3}
+LFM2 = GROUPED | {"layer_types": ["conv", "full_attention"]}
+INKLING = HEADS | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+INKLING |= {"sliding_window_size": 5, "d_rel": 4, "rel_extent": 16}
+INKLING |= {"mlp_layer_types": ["dense", "dense"]}
+INKLING_OPS = {"causal_conv1d": 8, "rms_norm": 10, "attention": 2, "linear_glu": 2}
+
+
+def hybrid(name: str, options: dict[str, Any], ops: dict[str, int], **columns: Any) -> Family:
+    """Return the row of a type with recurrent mixers."""
+    varied = ("norm", "dt_bias", "mixer.d", "mamba.d")
+    ops = {op: count for op, count in ops.items() if count}
+    return causal(name, options, ops, draws=4, varied=varied, **columns)
+
+
+def text(name: str) -> dict[str, str]:
+    return {"config": f"{name}TextConfig"}
+
+
+HYBRIDS = by_name(
+    hybrid("Qwen3Next", QWEN_DELTA | {"mlp_only_layers": [0, 1]}, QWEN_OPS),
+    hybrid("Qwen3_5", QWEN_DELTA, QWEN_OPS, **text("Qwen3_5")),
+    hybrid("Qwen3_5Moe", QWEN_DELTA | ALL_EXPERTS, QWEN_MOE_OPS, **text("Qwen3_5Moe")),
+    hybrid(
+        "Qwen4Exp",
+        QWEN_DELTA | ALL_EXPERTS | QWEN4,
+        QWEN_MOE_OPS | {"rotary_embedding": 0, "rms_norm": 25, "rms_norm_backward": 2},
+        forward_only=("moe_sort", "rms_norm", "rms_norm_backward"),
+        **text("Qwen4Exp"),
+        frozen=("indexer",),
+        failed=("Qwen4ExpTextRMSNorm",),
+    ),
+    hybrid("OlmoHybrid", DELTA, DELTA_OPS),
+    hybrid("KimiLinear", KIMI | {"q_lora_rank": None}, DELTA_OPS | {"rms_norm": 6}),
+    replace(
+        hybrid("Glm5Next", {}, GLM5_OPS, frozen=("visual", "indexer"), dropout=()),
+        forward_only=("layer_norm",),  # of the choice of keys
+        cls="Glm5NextForConditionalGeneration",
+        options={"text_config": GLM5, "vision_config": GLM5_VISION, "image_token_id": 96}
+        | {"video_token_id": 95, "image_start_token_id": 94, "image_end_token_id": 93},
+    ),
+    hybrid("Mamba2", MAMBA2, MAMBA2_OPS),
+    hybrid("NemotronH", NEMOTRON_MAMBA, SPACE_OPS | {"attention": 1, "rms_norm": 3}),
+    hybrid("Bamba", SPACE | {"attn_layer_indices": [1]}, SPACE_OPS | LFM2_OPS | {"rms_norm": 5}),
+    hybrid(
+        "GraniteMoeHybrid",
+        SPACE | {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
+        SPACE_OPS | {"attention": 1, "swiglu": 2},
+    ),
+    hybrid("Zamba2", ZAMBA2, MAMBA2_OPS | {"rms_norm": 5, "attention": 1, "gelu": 1}),
+    hybrid("FalconH1", FALCON_H1, MAMBA2_OPS | FALCON_H1_OPS),
+    hybrid("Mamba", {"state_size": 8}, SCAN_OPS),
+    hybrid("FalconMamba", {"state_size": 8}, SCAN_OPS | {"rms_norm": 9}),
+    hybrid("Jamba", JAMBA, ATTENDED | CONVOLVED | {"rms_norm": 8}),
+    hybrid("Zamba", ZAMBA, SCAN_OPS | ZAMBA_OPS),
+    hybrid("Lfm2", LFM2, LFM2_OPS),
+    hybrid("Lfm2Moe", LFM2 | {"num_dense_layers": 2}, LFM2_OPS),
+    hybrid("Inkling", INKLING, INKLING_OPS, **text("Inkling")),
+)
+# In 5.15 the decorator of their forward hides it; KimiLinear came with 5.17.
+if transformers.__version__ < "5.17":
+    HYBRIDS = {}
+
+# Encoder-decoders without a table.
+
 SPECIAL_TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 BART_SIZES = TWO_STACKS | {"max_position_embeddings": 64} | SPECIAL_TOKENS
 BART_SIZES |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
@@ -455,5 +567,5 @@ VARIANTS = by_name(
     variant(GATED_T5, "gated tanh", {"feed_forward_proj": "gated-tanh"}, linear_glu=0),
 )
 CORE = DENSE | SPARSE | {"GPT2": GPT2} | ENCODERS
-BY_CODE = DECODERS_BY_CODE | BART_LIKE | VARIANTS
+BY_CODE = DECODERS_BY_CODE | HYBRIDS | BART_LIKE | VARIANTS
 ALL = CORE | BY_CODE

@@ -16,6 +16,7 @@ from torch import nn
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.activations import DropoutFunction
 from fusedops.integrations.hf.rules.encoder_layer import encoder_layer_rule
+from fusedops.integrations.hf.rules.gated_norms import GatedNorm, gated_norm_rule
 from fusedops.integrations.hf.rules.norms import norm_rule
 from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule, probability
@@ -141,6 +142,15 @@ def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torc
     return bias_dropout_add(branch, None, residual, probability(sublayer.dropout))
 
 
+# Behind recurrent mixers.
+_GATED_NORMS = {
+    "MambaRMSNormGated": GatedNorm(norm_before_gate=False, promotes=True),
+    "Zamba2RMSNormGated": GatedNorm(norm_before_gate=False, groups="group_size", promotes=True),
+    "FalconH1RMSNormGated": GatedNorm(groups="n_groups", reshapes=True),
+    "Qwen3NextRMSNormGated": GatedNorm(norm_before_gate=True),
+    "Glm5NextTextRMSNormGated": GatedNorm(norm_before_gate=True),
+}
+
 _SUM = ("bias_dropout_add",)
 _OPT = partial(layer_rule, feed_forward=_OPT_STEPS, ops=_SUM)
 _T5 = partial(layer_rule, dropouts=("dropout",), ops=_SUM)
@@ -164,3 +174,4 @@ RULES: dict[str, Callable[[type[nn.Module]], PatchRule]] = {
         norms=("encoder_attn_layer_norm", "final_layer_norm"),
     ),
 }
+RULES |= {name: partial(gated_norm_rule, formula=norm) for name, norm in _GATED_NORMS.items()}

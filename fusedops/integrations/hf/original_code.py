@@ -111,7 +111,11 @@ def is_plain(tensor: Any) -> bool:
 def _parameter_obstacle(module: Any, name: str) -> str | None:
     own, tensors = module.__dict__, module._parameters
     if "weight" in own or "bias" in own:  # assigned after the parameter was deleted
-        tensors = tensors | {key: own[key] for key in ("weight", "bias") if key in own}
+        assigned = {key: own[key] for key in ("weight", "bias") if key in own}
+        # In some classes a flag has this name.
+        tensors = tensors | {
+            key: value for key, value in assigned.items() if type(value) is not bool
+        }
     for tensor_name, tensor in tensors.items():
         if tensor is not None and not is_plain(tensor):
             return f"{name}.{tensor_name} is a {type(tensor).__name__}"
@@ -493,10 +497,12 @@ def _known(function: Any, root: str) -> Any:
     """Return ``function``, or ``None`` where it or a wrapper of it comes from another library."""
     if isinstance(function, BuiltinFunctionType):
         return function
-    layer = function
+    layer, homes = function, {root, "torch"}
+    if root != "torch":  # code of a model in the style of transformers has its decorators
+        homes.add("transformers")
     while layer is not None:
         home = getattr(layer, "__globals__", {}).get("__name__", root)
-        if home.partition(".")[0] not in (root, "torch") or home.startswith("torch.distributed"):
+        if home.partition(".")[0] not in homes or home.startswith("torch.distributed"):
             return None
         layer = getattr(layer, "__wrapped__", None)
     return function

@@ -32,7 +32,7 @@ _TABLES = {
 }
 
 # Sections of known_code.toml with the classes of ``families.RULES``.
-_SECTIONS = ("opt", "bert", "t5", "whisper")
+_SECTIONS = ("opt", "bert", "t5", "whisper", "gated_norms")
 
 _LOG = logging.getLogger("fusedops")
 
@@ -46,6 +46,7 @@ _NEWEST_PYTHON = (3, 14)
 _MAKERS = {
     "attention_rule": ("attention", "transformers.modeling_utils"),
     "experts_rule": ("experts", "transformers.integrations.moe"),
+    "mixer_rule": ("mixers", "transformers.modeling_utils"),
     "rule_by_code": ("by_code", "torch"),
     "attention_call_rule": ("torch_functions", "torch"),
     "processor_rule": ("attention_processors", "torch"),
