@@ -1,11 +1,10 @@
-"""Attention on one device: rotations, slopes, and sequences that contain several documents.
+"""Attention on one device: slopes, and sequences that contain several documents.
 
 Letters of shapes: B sequences, S tokens of each, N heads, D size of a head.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 
 from fusedops import ops
 from fusedops._core import philox
-from fusedops.models.config import RopeScaling, TransformerConfig
 
 
 class Documents:
@@ -52,8 +50,9 @@ def attend(
     dropout_p: float,
     documents: Documents | None,
     seed: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend.
+    """Return ``[B, N, S, Dv]``: each query's mean of the values that it may attend.
 
     The random number of a score follows from its index in ``[B, N, S, S]``, also with documents.
     """
@@ -62,6 +61,7 @@ def attend(
         "is_causal": is_causal,
         "window": window,
         "alibi_slopes": alibi_slopes,
+        "scale": scale,
     }
     if documents is None:
         grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
@@ -89,41 +89,6 @@ def attend(
 def _packed(x_BNSD: torch.Tensor) -> torch.Tensor:
     """Return all sequences behind one another, ``[B * S, N, D]``: a view of a projection."""
     return x_BNSD.transpose(1, 2).flatten(0, 1)
-
-
-def rotary_tables(
-    positions: torch.Tensor, config: TransformerConfig, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of ``position * rope_theta ** (-2 i / head_dim)``.
-
-    They are computed by each call: a buffer would be lost where a model is created on ``meta``, and
-    rounded where it is cast.
-
-    Args:
-        positions: of the tokens, ``[S]`` or ``[B, S]``.
-        config: has the size of a head, the base of the wave lengths, and how they are stretched.
-        dtype: of the tables: float32, or float64 for float64.
-
-    Returns:
-        Two tables of the shape of ``positions`` and ``head_dim`` behind; each angle stands twice,
-        in both halves.
-    """
-    width = config.size_of_head
-    powers = torch.arange(0, width, 2, dtype=dtype, device=positions.device) / width
-    frequencies = config.rope_theta**-powers
-    if config.rope_scaling is not None:
-        frequencies = _stretched(frequencies, config.rope_scaling)
-    angles = positions.to(dtype)[..., None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-
-def _stretched(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # How often a wave goes round in a sequence of the first training.
-    turns = frequencies * (scaling.original_seq_len / (2 * math.pi))
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
