@@ -112,9 +112,11 @@ class KVCacheCall:
         scale: float | None,
     ) -> torch.Tensor:
         """Return ``[1, N, T, D]``: attention of the tokens of each prompt."""
-        packed = (x[0].transpose(0, 1) for x in (query_1NTD, key_1MTD, value_1MTD))
+        assert self.cu_seqlens is not None
         output_TND = ops.attention_varlen(
-            *packed,
+            query_1NTD[0].transpose(0, 1),
+            key_1MTD[0].transpose(0, 1),
+            value_1MTD[0].transpose(0, 1),
             self.cu_seqlens,
             self.cu_seqlens,
             self.longest,

@@ -192,7 +192,7 @@ class LatentAttention(Attention):
     def _latents(
         self, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries ``[B, N, S, D]``, latents ``[B, S, C]`` and shared keys ``[B, 1, S, R]``."""
+        """Return queries ``[B, N, S, D]``, latents ``[B, S, C]``, shared keys ``[B, 1, S, R]``."""
         nope, rotated, _ = self.sizes
         if self.config.q_lora_rank is None:
             rows = self.query(x_BSH)

@@ -28,8 +28,10 @@ _OPTIONAL_SIZES = (
     *("num_kv_heads", "head_dim", "sliding_window", "expert_size", "q_lora_rank", "kv_lora_rank"),
     *_LATENT_SIZES,
 )
-_COUNTS = ("position_tables", "token_types", "num_experts", "moe_layers", "shared_size")
-_COUNTS = (*_COUNTS, "dense_layers")
+_COUNTS = (
+    *("position_tables", "token_types", "num_experts", "moe_layers", "shared_size"),
+    "dense_layers",
+)
 _POSITIVE = ("rope_theta", "norm_eps", "router_scaling", "capacity_factor")
 _FACTORS = ("balance_loss", "z_loss", "balance_rate", "initializer_range")
 _RULES: dict[str, checks.Rule] = {
@@ -438,7 +440,9 @@ class TransformerConfig:
         rank, query_rank = self.kv_lora_rank or 0, self.q_lora_rank
         nope = self.num_heads * (self.qk_nope_head_dim or 0)
         split = rank * (nope + values) + values * h + (query_rank or h) * queries
-        downs = [rank + self.rotary_dim] if query_rank is None else [rank + self.rotary_dim, query_rank]
+        downs = (
+            [rank + self.rotary_dim] if query_rank is None else [rank + self.rotary_dim, query_rank]
+        )
         replicated = h * sum(downs) + rank + (query_rank or 0)
         biases = sum(downs) + h if self.bias else 0
         return Weights(split=split, replicated=replicated + biases)
@@ -466,7 +470,7 @@ class TransformerConfig:
 def describe(model: TransformerConfig) -> dict[str, Any]:
     """Return the sizes by name, those that are not given as what they mean."""
     given = asdict(model)
-    meant = {
+    meant: dict[str, Any] = {
         "num_kv_heads": model.kv_heads,
         "head_dim": model.size_of_head,
         "moe_layers": model.sparse_layers,

@@ -175,7 +175,9 @@ def rotary_tables(
         Two tables of the shape of ``positions`` and ``width`` behind; each angle stands twice: in
         both halves, or beside itself.
     """
-    values = frequencies(positions, dtype, width=width, theta=theta, seq_len=seq_len, scaling=scaling)
+    values = frequencies(
+        positions, dtype, width=width, theta=theta, seq_len=seq_len, scaling=scaling
+    )
     angles = positions.to(dtype)[..., None] * values
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.table_factor != 1:
@@ -231,9 +233,7 @@ def _between(plain: torch.Tensor, scaling: RopeScaling, kept: torch.Tensor) -> t
     return plain * (kept + (1 - kept) / scaling.factor)
 
 
-def _yarn_ramp(
-    width: int, theta: float, scaling: RopeScaling, like: torch.Tensor
-) -> torch.Tensor:
+def _yarn_ramp(width: int, theta: float, scaling: RopeScaling, like: torch.Tensor) -> torch.Tensor:
     """Return how much of each frequency is divided: 0 up to one index, 1 from another one on."""
 
     def index(rotations: float, rounded: Callable[[float], float]) -> float:
