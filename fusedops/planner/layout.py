@@ -322,8 +322,15 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
 
     Raises:
         ValueError: a size does not fit; the message says which sizes would.
+        UnsupportedError: layers are of a kind that the planner has no formulas for.
     """
     config = layout.parallel
+    for name in ("kv_lora_rank", "dense_layers", "expert_size"):
+        if getattr(model, name):
+            raise checks.UnsupportedError(
+                f"{_OP}: the planner cannot plan models with {name}, got {getattr(model, name)}: "
+                "it has no formulas for latent attention and for experts of another width"
+            )
     if devices is not None:
         sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)

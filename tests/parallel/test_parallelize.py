@@ -74,6 +74,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-cp2-ulysses": ("tiny-alibi", {"cp": 2, "context": "all_to_all"}),
     "pangu-cp2": ("tiny-pangu", {"cp": 2}),
     "pangu-cp2-ulysses": ("tiny-pangu", {"cp": 2, "context": "all_to_all"}),
+    "deepseek-tp2": ("tiny-deepseek", {"tp": 2}),
+    "deepseek-tp2-cp2-sp-zero3": (
+        "tiny-deepseek",
+        {"dp": 2, "tp": 2, "cp": 2, "sp": True, "zero": 3},
+    ),
+    "deepseek-cp2-ulysses": ("tiny-deepseek", {"cp": 2, "context": "all_to_all"}),
+    "deepseek-dp2-ep2": ("tiny-deepseek", {"dp": 2, "ep": 2, "recompute": "selective"}),
+    "deepseek-tp2-overlap": ("tiny-deepseek", {"tp": 2, "overlap_microbatches": True}),
     "mixtral-tp2-sp": ("tiny-mixtral", {"tp": 2, "sp": True}),
     "mixtral-dp2-tp2-zero3": ("tiny-mixtral", {"dp": 2, "tp": 2, "zero": 3}),
 }

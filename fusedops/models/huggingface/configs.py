@@ -207,7 +207,7 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
         }
     # What these entries leave out would come back as another model.
     read = from_config(values)
-    unwritten = {"z_loss": config.z_loss}
+    unwritten: dict[str, Any] = {"z_loss": config.z_loss}
     if "balance_loss" not in family.entries:
         unwritten["balance_loss"] = config.balance_loss
     if read.balance_rate and config.balance_rate:  # whether there is a bias is what is written
