@@ -1,17 +1,13 @@
-"""Rotary positions: tables of cosines and sines, and how models stretch them for long sequences.
+"""``RopeScaling``: how rotary positions are stretched for long sequences.
 
-A stretched model has other frequencies, ``rope_theta ** (-2 i / width)`` in the plain one. The
-kinds are those of transformers (``ROPE_INIT_FUNCTIONS``).
+The kinds are those of transformers (``ROPE_INIT_FUNCTIONS``); ``attention_core.py`` computes them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
-
-import torch
 
 from fusedops._core import checks
 
@@ -145,103 +141,3 @@ class RopeScaling:
 
     def _magnitude(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-
-def rotary_tables(
-    positions: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    width: int,
-    theta: float,
-    seq_len: int,
-    scaling: RopeScaling | None = None,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of ``position * theta ** (-2 i / width)``, or of stretched angles.
-
-    They are computed by each call: a buffer would be lost where a model is created on ``meta``, and
-    rounded where it is cast.
-
-    Args:
-        positions: of the tokens, ``[S]`` or ``[B, S]``.
-        dtype: of the tables: float32, or float64 for float64.
-        width: elements of a head that are rotated.
-        theta: base of the wave lengths.
-        seq_len: tokens that the model is made for.
-        scaling: how the angles are stretched.
-        interleaved: whether neighbours are rotated together, instead of the two halves.
-
-    Returns:
-        Two tables of the shape of ``positions`` and ``width`` behind; each angle stands twice: in
-        both halves, or beside itself.
-    """
-    values = frequencies(
-        positions, dtype, width=width, theta=theta, seq_len=seq_len, scaling=scaling
-    )
-    angles = positions.to(dtype)[..., None] * values
-    cos, sin = angles.cos(), angles.sin()
-    if scaling is not None and scaling.table_factor != 1:
-        cos, sin = cos * scaling.table_factor, sin * scaling.table_factor
-    if interleaved:
-        return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-
-def frequencies(
-    positions: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    width: int,
-    theta: float,
-    seq_len: int,
-    scaling: RopeScaling | None,
-) -> torch.Tensor:
-    """Return the angle of each pair for one token, ``[width / 2]``; arguments as above."""
-    powers = torch.arange(0, width, 2, dtype=dtype, device=positions.device) / width
-    if scaling is None:
-        return theta**-powers
-    if scaling.kind == "dynamic":
-        length = _tokens(positions, seq_len).to(dtype)
-        ratio = scaling.factor * length / seq_len - (scaling.factor - 1)
-        return (theta * ratio ** (width / (width - 2))) ** -powers
-    plain = theta**-powers
-    if scaling.kind == "longrope":
-        short, long = (
-            torch.tensor(factors, dtype=dtype, device=positions.device)
-            for factors in (scaling.short_factors, scaling.long_factors)
-        )
-        is_long = _tokens(positions, 0) > scaling.original_seq_len
-        return plain / torch.where(is_long, long, short)
-    if scaling.kind == "yarn":
-        return _between(plain, scaling, 1 - _yarn_ramp(width, theta, scaling, powers))
-    if scaling.kind == "llama3":
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        # How often a wave goes round in a sequence of the first training.
-        rotations = plain * (scaling.original_seq_len / (2 * math.pi))
-        return _between(plain, scaling, ((rotations - low) / (high - low)).clamp(0, 1))
-    return plain / scaling.factor
-
-
-def _tokens(positions: torch.Tensor, least: int) -> torch.Tensor:
-    """Return the tokens of the longest sequence, without a look at the device."""
-    lengths = positions.flatten() + 1
-    return torch.cat((lengths, lengths.new_tensor([least]))).max()
-
-
-def _between(plain: torch.Tensor, scaling: RopeScaling, kept: torch.Tensor) -> torch.Tensor:
-    """Return frequencies of which a share is kept and the rest divided by the factor."""
-    return plain * (kept + (1 - kept) / scaling.factor)
-
-
-def _yarn_ramp(width: int, theta: float, scaling: RopeScaling, like: torch.Tensor) -> torch.Tensor:
-    """Return how much of each frequency is divided: 0 up to one index, 1 from another one on."""
-
-    def index(rotations: float, rounded: Callable[[float], float]) -> float:
-        waves = scaling.original_seq_len / (rotations * 2 * math.pi)
-        value = width * math.log(waves) / (2 * math.log(theta))
-        return rounded(value) if scaling.truncate else value
-
-    low = max(index(scaling.beta_fast, math.floor), 0)
-    high = min(index(scaling.beta_slow, math.ceil), width - 1)
-    indices = torch.arange(width // 2, dtype=like.dtype, device=like.device)
-    return ((indices - low) / (high - low if high != low else 0.001)).clamp(0, 1)

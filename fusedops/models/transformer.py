@@ -24,7 +24,7 @@ from fusedops import ops
 from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.attention import attention_of
-from fusedops.models.attention_core import Documents
+from fusedops.models.attention_core import Documents, rotary_tables
 from fusedops.models.config import TransformerConfig
 from fusedops.models.forward_context import (
     ATTENTION,
@@ -35,7 +35,6 @@ from fusedops.models.forward_context import (
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
-from fusedops.models.rotary import rotary_tables
 from fusedops.nn import BalancingBias, GatedMLP, LinearAct, MoE, QuantizedLinear
 
 
@@ -360,15 +359,7 @@ class Transformer(nn.Module):
         rotary = None
         if config.rotary:
             dtype = dtypes.statistics_dtype(next(self.layers.parameters()).dtype)
-            rotary = rotary_tables(
-                positions,
-                dtype,
-                width=config.rotary_dim,
-                theta=config.rope_theta,
-                seq_len=config.seq_len,
-                scaling=config.rope_scaling,
-                interleaved=config.is_latent,
-            )
+            rotary = rotary_tables(positions, config, dtype)
         seeds = None
         if self.training and (config.dropout or config.attention_dropout):
             seed = self.partition.new_seed(tokens.device) if seed is None else seed

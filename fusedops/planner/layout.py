@@ -312,6 +312,17 @@ _OPTIONS = (
 )
 
 
+def check_kind(model: TransformerConfig) -> None:
+    """Raise an ``UnsupportedError`` for models whose layers the planner has no formulas for."""
+    for name in ("kv_lora_rank", "dense_layers", "expert_size"):
+        if getattr(model, name):
+            raise checks.UnsupportedError(
+                f"{_OP}: the planner cannot plan models with {name}, got {getattr(model, name)}: "
+                "it has no formulas for latent attention, dense layers before sparse ones, and "
+                "experts of another width"
+            )
+
+
 def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
     """Raise unless the layout fits the model, and takes this many devices.
 
@@ -325,12 +336,7 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
         UnsupportedError: layers are of a kind that the planner has no formulas for.
     """
     config = layout.parallel
-    for name in ("kv_lora_rank", "dense_layers", "expert_size"):
-        if getattr(model, name):
-            raise checks.UnsupportedError(
-                f"{_OP}: the planner cannot plan models with {name}, got {getattr(model, name)}: "
-                "it has no formulas for latent attention and for experts of another width"
-            )
+    check_kind(model)
     if devices is not None:
         sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)

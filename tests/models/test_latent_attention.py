@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import comparing
 import pytest
 import torch
+from comparing import assert_close, assert_same_bits
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fusedops
+from fusedops._core import dtypes
+from fusedops.generation import Decoder
 from fusedops.models import (
     TINY,
     RopeScaling,
@@ -23,7 +26,9 @@ from fusedops.models import (
     to_config,
 )
 from fusedops.models.attention import LatentAttention
-from fusedops.models.rotary import KINDS, frequencies
+from fusedops.models.attention_core import frequencies
+from fusedops.models.huggingface.families import FAMILIES
+from fusedops.models.rotary import KINDS
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,10 +78,9 @@ def test_stretched_rotations_are_those_of_transformers(name: str, length: int) -
     ours = from_config(theirs)
     assert ours.rope_scaling is not None and ours.rope_scaling.kind == kind
     torch.testing.assert_close(ours.rope_scaling.table_factor, factor)
-    sizes: dict[str, Any] = {"width": 8, "theta": 1e4, "seq_len": 64}
     positions = torch.arange(length)
-    plain = frequencies(positions, torch.float32, **sizes, scaling=None)
-    actual = frequencies(positions, torch.float32, **sizes, scaling=ours.rope_scaling)
+    plain = frequencies(positions, replace(ours, rope_scaling=None), torch.float32)
+    actual = frequencies(positions, ours, torch.float32)
     torch.testing.assert_close(actual, expected)
     assert torch.equal(plain, actual) is (kind == "dynamic" and length == 16)
 
@@ -151,20 +155,11 @@ def test_a_layer_is_theirs_in_float64(bias: bool, query_rank: int | None, scalin
     scales = from_config(_their_config(kind, SCALINGS.get(scaling))).rope_scaling
     ours_config = replace(LATENT, q_lora_rank=query_rank, bias=bias, rope_scaling=scales)
     ours = LatentAttention(ours_config, 0).double()
-    table = {
-        "query": "q_proj",
-        "query_down": "q_a_proj",
-        "query_down_norm": "q_a_layernorm",
-        "query_up": "q_b_proj",
-        "kv_down": "kv_a_proj_with_mqa",
-        "kv_norm": "kv_a_layernorm",
-        "kv_up": "kv_b_proj",
-        "output": "o_proj",
-    }
     names = {}
     for name, _ in ours.named_parameters():
         part, _, suffix = name.partition(".")
-        names[name] = f"{table[part]}.{suffix}"
+        their_name = FAMILIES["deepseek_v3"].names[f"attention.{part}"]
+        names[name] = f"{their_name.removeprefix('self_attn.')}.{suffix}"
     values = dict(theirs.named_parameters())
     assert set(names.values()) == set(values)
     ours.load_state_dict({name: values[names[name]] for name in names})
@@ -181,7 +176,67 @@ def test_a_layer_is_theirs_in_float64(bias: bool, query_rank: int | None, scalin
     expected.backward(slope)
     actual.backward(slope)
     pairs = {name: (ours.get_parameter(name), values[names[name]]) for name in names}
-    comparing.assert_close(actual, expected, expected, depth=64)
-    comparing.assert_close(inputs[1].grad, inputs[0].grad, inputs[0].grad, depth=64)
+    assert_close(actual, expected, expected, depth=64)
+    assert_close(inputs[1].grad, inputs[0].grad, inputs[0].grad, depth=64)
     for parameter, other in pairs.values():
-        comparing.assert_close(parameter.grad, other.grad, other.grad, depth=64)
+        assert_close(parameter.grad, other.grad, other.grad, depth=64)
+
+
+DENSE = replace(
+    LATENT,
+    **dict.fromkeys(("num_experts", "dense_layers", "shared_size", "balance_rate"), 0),
+    **dict.fromkeys(("expert_size", "num_groups", "topk_groups")),
+    top_k=1,
+    initializer_range=0.2,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_absorbed_decoding_is_the_unabsorbed_forward(dtype: torch.dtype) -> None:
+    """A prompt in one piece and token by token: both within the rounding of a forward."""
+    torch.manual_seed(0)
+    model = Transformer(DENSE, dtype=dtype).eval()
+    exact = Transformer(DENSE, dtype=torch.float64).eval()
+    exact.load_state_dict(model.state_dict())
+    prompts = torch.randint(256, (2, 40))
+    decoder = Decoder(model, 64)
+    with torch.no_grad():
+        expected, truth = model(prompts), exact(prompts)
+        last = decoder.prefill(list(prompts))
+        rows = [decoder.prefill(list(prompts[:, :1]))]
+        rows += [decoder.step(tokens) for tokens in prompts[:, 1:].unbind(1)]
+        actual = torch.stack(rows, 1)
+        alone = Decoder(model, 64)
+        rows = [alone.prefill([prompts[1, :1]])]
+        rows += [alone.step(token) for token in prompts[1, 1:].split(1)]
+    budget = dtypes.rms_budget(expected, truth, dtype, depth=DENSE.hidden_size)
+    assert dtypes.rms(actual.double() - truth) <= budget
+    assert dtypes.rms(last.double() - truth[:, -1]) <= budget
+    if dtype != torch.bfloat16:  # baddbmm promises nothing on AMX
+        assert_same_bits(torch.cat(rows), actual[1])
+    # Of a token the cache has the latent and the shared key alone.
+    assert {key: cached.shape for key, cached in decoder.cache.tensors.items()} == {
+        (layer, "latents"): (2, 1, 64, 24 + 8) for layer in range(2)
+    }
+
+
+def test_a_quantised_model_decodes_what_its_forward_computes() -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(DENSE, kv_lora_rank=32, q_lora_rank=None)).eval()
+    fusedops.quantize(model, "int8", group=32)
+    tokens = fusedops.generate(model, [5, 17, 3], tokens=16)[0].tokens
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 17, 3, *tokens[:-1]]]))[0, 2:]
+    assert logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_limit_a_cache(kind: str) -> None:
+    values: dict[str, Any] = {"kind": kind, "factor": 2.0}
+    if kind == "longrope":
+        factors = [1.0, 2.0, 3.0, 4.0]
+        values |= {"original_seq_len": 64, "short_factors": factors, "long_factors": factors}
+    model = Transformer(replace(DENSE, rope_scaling=RopeScaling(**values)), device="meta")
+    assert Decoder(model, 64).cache.capacity == 64
+    with pytest.raises(ValueError, match="max_seq_len must be at most 64, up to which rotations"):
+        Decoder(model, 65)

@@ -15,9 +15,10 @@ from one_process import SEED, Step, assert_one_process, full_tensor, run_step, s
 from run_ranks import on_threads
 from torch import nn
 
+from fusedops import UnsupportedError
 from fusedops.checkpoint.tensors import State
 from fusedops.generation import generate
-from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models import ParallelConfig, RopeScaling, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.testing import threads
 
@@ -189,6 +190,17 @@ def _assert_calls_change_nothing(rank: int, values: dict[str, Any]) -> None:
 )
 def test_calls_between_backward_and_step_change_no_bits(values: dict[str, Any]) -> None:
     threads.run(_assert_calls_change_nothing, values["dp"], values | {"microbatches": 2})
+
+
+def test_rotations_that_depend_on_the_length_are_refused_with_cp() -> None:
+    scaling = RopeScaling(kind="dynamic", factor=2.0)
+    model = Transformer(_config("tiny-llama", rope_scaling=scaling), device="meta")
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(UnsupportedError, match="cp must be 1 with rope_scaling of kind 'dyn"):
+            parallelize(model, ParallelConfig(cp=2))
+
+    threads.run(on_rank, 2)
 
 
 EXPERTS = {
