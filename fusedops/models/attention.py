@@ -1,7 +1,7 @@
 """Attention of a layer: ``Attention``, and ``LatentAttention`` of DeepSeek-V2 and V3.
 
-``attention_of`` makes the one of a configuration. Attention over the heads themselves is in
-``attention_core.py``, and while tokens are generated in the cache of ``fusedops.generation``.
+Attention over the heads themselves is in ``attention_core.py``, and while tokens are generated in
+the cache of ``fusedops.generation``.
 
 Letters of shapes: B sequences, S tokens of each, H hidden size, N heads, D size of a head of
 queries and keys, V of values, P the part of D that is not rotated, R the rotated one, C the latent.
@@ -255,9 +255,3 @@ def _product(x_NTK: torch.Tensor, weight_NKF: torch.Tensor) -> torch.Tensor:
     """Return products by heads, ``[N, T, F]``; a row does not depend on the other rows."""
     # The addend has the factor 0, and is not read.
     return ops.baddbmm(x_NTK[..., :1], x_NTK, weight_NKF, beta=0)
-
-
-def attention_of(config: TransformerConfig, index: int) -> Attention:
-    """Return the attention of a layer."""
-    kind = LatentAttention if config.is_latent else Attention
-    return kind(config, index)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from fusedops._core import checks
-from fusedops.models.rotary import RopeScaling
+from fusedops.models.rotary import KINDS, RopeScaling
 from fusedops.ops.hash_route import check_domain_experts
 from fusedops.ops.moe_route import check_options
 
@@ -477,5 +477,7 @@ def describe(model: TransformerConfig) -> dict[str, Any]:
         "expert_size": model.expert_width if model.num_experts else None,
     }
     if model.rope_scaling is not None:
-        meant["rope_scaling"] = model.rope_scaling.described()
+        kind = model.rope_scaling.kind
+        names = (*(("kind",) if kind != "llama3" else ()), *KINDS[kind])
+        meant["rope_scaling"] = {name: getattr(model.rope_scaling, name) for name in names}
     return given | meant

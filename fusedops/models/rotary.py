@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 from fusedops._core import checks
 
@@ -32,9 +31,8 @@ _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta
 class RopeScaling:
     """How rotations are stretched for sequences longer than a model was first trained on.
 
-    * ``"linear"`` divides all frequencies by ``factor``.
-    * ``"dynamic"`` (NTK) enlarges the base where a call has more than the model's ``seq_len``
-      tokens.
+    * ``"linear"`` divides all frequencies by ``factor``; ``"dynamic"`` (NTK) enlarges the base
+      where a call has more than the model's ``seq_len`` tokens.
     * ``"llama3"``: wave lengths above ``original_seq_len / low_freq_factor`` tokens grow by
       ``factor``, those below ``original_seq_len / high_freq_factor`` stay, and between them a
       straight line leads from one to the other.
@@ -53,14 +51,12 @@ class RopeScaling:
         attention_factor: of cosines and sines; ``None``: for yarn ``m(factor, mscale) / m(factor,
             mscale_all_dim)`` with ``m(s, x) = 0.1 x log(s) + 1``, or ``m(factor, 1)`` unless both
             are given; for longrope ``sqrt(1 + log(factor) / log(original_seq_len))``.
-        beta_fast: rotations in the first training length.
-        beta_slow: the same.
+        beta_fast: rotations in the first training length; ``beta_slow`` as well.
         mscale: see ``attention_factor``; 0: not given.
         mscale_all_dim: see ``attention_factor``; a model with latent attention also multiplies its
             scores by ``m(factor, mscale_all_dim) ** 2``.
         truncate: whether the indices of the two bounds of yarn are rounded to integers.
-        short_factors: of longrope, one for each frequency.
-        long_factors: the same, for long sequences.
+        short_factors: of longrope, one for each frequency; ``long_factors`` for long sequences.
 
     Raises:
         ValueError: the kind is unknown or does not have a field, a factor is not positive, or the
@@ -110,11 +106,6 @@ class RopeScaling:
             if getattr(self, low) >= getattr(self, high):
                 expected = f"above {low}, {getattr(self, low)}"
                 checks.fail(op, high, expected, getattr(self, high))
-
-    def described(self) -> dict[str, Any]:
-        """Return the fields that the kind has, and the kind unless it is llama3."""
-        given = {} if self.kind == "llama3" else {"kind": self.kind}
-        return given | {name: getattr(self, name) for name in KINDS[self.kind]}
 
     @property
     def needs_length(self) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 from fusedops import ops
 from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.models.attention import attention_of
+from fusedops.models.attention import Attention, LatentAttention
 from fusedops.models.attention_core import Documents, rotary_tables
 from fusedops.models.config import TransformerConfig
 from fusedops.models.forward_context import (
@@ -67,7 +67,8 @@ class Layer(nn.Module):
         super().__init__()
         self.config, self.index = config, index
         self.attention_norm = norm_of(config, adds=config.post_norm)
-        self.attention = attention_of(config, index)
+        attention = LatentAttention if config.is_latent else Attention
+        self.attention = attention(config, index)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
         self.balancing: BalancingBias | None = None

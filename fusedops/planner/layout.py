@@ -315,12 +315,10 @@ _OPTIONS = (
 def check_kind(model: TransformerConfig) -> None:
     """Raise an ``UnsupportedError`` for models whose layers the planner has no formulas for."""
     for name in ("kv_lora_rank", "dense_layers", "expert_size"):
-        if getattr(model, name):
-            raise checks.UnsupportedError(
-                f"{_OP}: the planner cannot plan models with {name}, got {getattr(model, name)}: "
-                "it has no formulas for latent attention, dense layers before sparse ones, and "
-                "experts of another width"
-            )
+        value = getattr(model, name)
+        if value:
+            reason = f"the planner has no formulas for models with {name}, got {value}"
+            raise checks.UnsupportedError(f"{_OP}: {reason}")
 
 
 def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:

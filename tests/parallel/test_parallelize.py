@@ -192,17 +192,6 @@ def test_calls_between_backward_and_step_change_no_bits(values: dict[str, Any]) 
     threads.run(_assert_calls_change_nothing, values["dp"], values | {"microbatches": 2})
 
 
-def test_rotations_that_depend_on_the_length_are_refused_with_cp() -> None:
-    scaling = RopeScaling(kind="dynamic", factor=2.0)
-    model = Transformer(_config("tiny-llama", rope_scaling=scaling), device="meta")
-
-    def on_rank(rank: int) -> None:
-        with pytest.raises(UnsupportedError, match="cp must be 1 with rope_scaling of kind 'dyn"):
-            parallelize(model, ParallelConfig(cp=2))
-
-    threads.run(on_rank, 2)
-
-
 EXPERTS = {
     "ep4": {"dp": 8, "ep": 4},
     "ep2-zero3": {"dp": 8, "ep": 2, "zero": 3},
@@ -271,6 +260,9 @@ def test_what_does_not_fit_is_told_with_what_would(rank: int) -> None:
     for refused, values, says in wrong:
         with pytest.raises(ValueError, match=says):
             parallelize(refused, ParallelConfig(**values))
+    stretched = _config("tiny-llama", rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+    with pytest.raises(UnsupportedError, match="cp must be 1 with rope_scaling of kind 'dynamic'"):
+        parallelize(Transformer(stretched, device="meta"), ParallelConfig(dp=3, cp=2))
     with pytest.raises(ValueError, match="at most the 2 layers, got 3"):
         parallelize(model, ParallelConfig(dp=2, pp=3))
     with pytest.raises(TypeError, match="fusedops.models.Transformer, or any module with mode"):

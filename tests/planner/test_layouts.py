@@ -242,7 +242,7 @@ def test_one_device_has_one_stage_of_zero() -> None:
 def test_layers_without_formulas_are_refused() -> None:
     model = preset("tiny-deepseek")
     for call in (lambda: plan(model, 8, 16 << 30), lambda: step_shape(model, Layout())):
-        with pytest.raises(UnsupportedError, match="cannot plan models with kv_lora_rank"):
+        with pytest.raises(UnsupportedError, match="no formulas for models with kv_lora_rank"):
             call()
 
 

@@ -143,14 +143,11 @@ def _rotations(values: Values, default_theta: float) -> dict[str, Any]:
     if given.get("partial_rotary_factor") not in (None, 1):
         got = given["partial_rotary_factor"]
         checks.fail("from_config", "partial_rotary_factor", "1, or left out", got)
-    length = values["max_position_embeddings"]
-    original = given.get("original_max_position_embeddings") or length
-    original = values.get("original_max_position_embeddings") or original
-    fields = {"original_max_position_embeddings": original, "factor": length / original}
-    if kind not in ("yarn", "longrope"):
-        del fields["factor"]
-    fields |= {name: value for name, value in given.items() if value is not None}
-    fields["original_max_position_embeddings"] = original
+    original, length = "original_max_position_embeddings", values["max_position_embeddings"]
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields[original] = values.get(original) or fields.get(original) or length
+    if kind in ("yarn", "longrope"):
+        fields.setdefault("factor", length / fields[original])
     scaling = {name: fields[entry] for name, entry in _entries(kind) if entry in fields}
     for required in ("factor", "low_freq_factor", "high_freq_factor"):
         if required in KINDS[kind] and required not in scaling:

@@ -183,9 +183,9 @@ _LLAMA_NAMES = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
     "feed_forward_norm": "post_attention_layernorm",
-    **{f"feed_forward.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     **{
-        f"feed_forward.shared_experts.{name}": f"mlp.shared_experts.{name}"
+        f"feed_forward.{part}{name}": f"mlp.{part}{name}"
+        for part in ("", "shared_experts.")
         for name in ("gate_proj", "up_proj", "down_proj")
     },
     "feed_forward.gate": "mlp.gate",

@@ -103,10 +103,14 @@ def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Modul
     """
     with ExitStack() as stack, torch.no_grad():
         ours, checkpoint = _opened(source, stack)
+        config: Any = model.config
         for name in _SHAPING:
-            value, own = getattr(ours, name), getattr(model.config, name)
+            value, own = getattr(ours, name), getattr(config, name)
             if own != value:
                 checks.fail("fill_huggingface", "model", f"of {name} = {value}", own)
+        if ours.balance_rate and not config.balance_rate:
+            expected = "of balance_rate above 0, for the checkpoint has biases of routers"
+            checks.fail("fill_huggingface", "model", expected, 0.0)
         _fill(model, ours, checkpoint)
 
 
