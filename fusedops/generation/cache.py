@@ -36,7 +36,7 @@ class KVCache:
     def __init__(self, max_seq_len: int) -> None:
         self.capacity = min(_FIRST, max_seq_len)
         self._max_seq_len = max_seq_len
-        # ``[R, M, C, D]``, by the layer and whether they are keys or values
+        # ``[R, M, C, D]``, by the layer and what they are
         self.tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
@@ -91,29 +91,55 @@ class KVCacheCall:
         *,
         window: tuple[int, int] | None,
         alibi_slopes: torch.Tensor | None,
+        scale: float | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Append keys and values of a layer; return ``[1, N, T, D]``, attention over all."""
-        # One view each: for one token of a small model views take as long as products.
-        query_TN1D, key_TM1D, value_TM1D = (
-            tensor.permute(2, 1, 0, 3) for tensor in (query_1NTD, key_1MTD, value_1MTD)
-        )
-        keys_RMCD = self._append((layer, "keys"), key_TM1D)
-        values_RMCD = self._append((layer, "values"), value_TM1D)
+        keys_RMCD = self.append((layer, "keys"), key_1MTD)
+        values_RMCD = self.append((layer, "values"), value_1MTD)
+        options = window, alibi_slopes, scale
         if self.cu_seqlens is not None:
-            output_TND = ops.attention_varlen(
-                query_TN1D.squeeze(2),
-                key_TM1D.squeeze(2),
-                value_TM1D.squeeze(2),
-                self.cu_seqlens,
-                self.cu_seqlens,
-                self.longest,
-                self.longest,
-                is_causal=True,
-                window=window,
-                alibi_slopes=alibi_slopes,
-            )
-            return output_TND.transpose(0, 1).unsqueeze(0)
+            return self.attend_prompts(query_1NTD, key_1MTD, value_1MTD, *options)
+        return self.attend_step(query_1NTD, keys_RMCD, values_RMCD, *options)
+
+    def attend_prompts(
+        self,
+        query_1NTD: torch.Tensor,
+        key_1MTD: torch.Tensor,
+        value_1MTD: torch.Tensor,
+        window: tuple[int, int] | None,
+        alibi_slopes: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Return ``[1, N, T, D]``: attention of the tokens of each prompt."""
+        assert self.cu_seqlens is not None
+        output_TND = ops.attention_varlen(
+            query_1NTD[0].transpose(0, 1),
+            key_1MTD[0].transpose(0, 1),
+            value_1MTD[0].transpose(0, 1),
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.longest,
+            self.longest,
+            is_causal=True,
+            window=window,
+            alibi_slopes=alibi_slopes,
+            scale=scale,
+        )
+        return output_TND.transpose(0, 1).unsqueeze(0)
+
+    def attend_step(
+        self,
+        query_1NTD: torch.Tensor,
+        keys_RMCD: torch.Tensor,
+        values_RMCD: torch.Tensor,
+        window: tuple[int, int] | None,
+        alibi_slopes: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Return ``[1, N, T, D]``: attention of the new token of each row over the cache."""
+        # One view: for one token of a small model views take as long as products.
+        query_TN1D = query_1NTD.permute(2, 1, 0, 3)
         new, tokens = len(self.rows), len(query_TN1D)
         # The operator itself: what its function checks for each layer holds by the way that a
         # call is made.
@@ -124,7 +150,7 @@ class KVCacheCall:
             self.lengths,
             alibi_slopes,
             None,
-            query_TN1D.shape[-1] ** -0.5,
+            query_TN1D.shape[-1] ** -0.5 if scale is None else scale,
             -1 if window is None else window[0],
             0.0,
         )[0]
@@ -132,8 +158,13 @@ class KVCacheCall:
             output_RN1D = F.pad(output_RN1D, (0, 0, 0, 0, 0, 0, 0, tokens - new))
         return output_RN1D.permute(2, 1, 0, 3)
 
-    def _append(self, key: tuple[int, str], new_TM1D: torch.Tensor) -> torch.Tensor:
-        """Append keys or values of a layer; return those of all tokens so far."""
+    def append(self, key: tuple[int, str], new_1MTD: torch.Tensor) -> torch.Tensor:
+        """Append what a layer keeps; return that of all tokens so far, ``[R, M, C, D]``.
+
+        ``key`` is the layer and what it is: ``"keys"``, ``"values"``, or ``"latents"`` of latent
+        attention.
+        """
+        new_TM1D = new_1MTD.permute(2, 1, 0, 3)
         count, tensors = len(self.rows), self.cache.tensors
         if key not in tensors:
             _, heads, _, size = new_TM1D.shape

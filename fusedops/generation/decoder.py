@@ -70,6 +70,12 @@ class Decoder:
         if sizes.position_tables and max_seq_len > sizes.seq_len:
             expected = f"at most {sizes.seq_len}, the model's table of positions"
             checks.fail(_OP, "max_seq_len", expected, max_seq_len)
+        scaling = sizes.rope_scaling
+        if scaling is not None and scaling.needs_length:
+            limit = sizes.seq_len if scaling.kind == "dynamic" else scaling.original_seq_len
+            if max_seq_len > limit:
+                expected = f"at most {limit}, up to which rotations of kind {scaling.kind!r} stay"
+                checks.fail(_OP, "max_seq_len", expected, max_seq_len)
         self._device = device_of(self.model)
         self.vocab_projection = vocab_projection(self.model) if shard_logits else None
         config = engine.config

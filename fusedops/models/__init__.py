@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fusedops.models.attention_core import Documents
-from fusedops.models.config import RopeScaling, TransformerConfig
+from fusedops.models.config import TransformerConfig
 from fusedops.models.huggingface.configs import from_config, to_config
 from fusedops.models.huggingface.weights import (
     fill_huggingface,
@@ -16,6 +16,7 @@ from fusedops.models.initialize import initialize
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.presets import PRESETS, TINY, preset
+from fusedops.models.rotary import RopeScaling
 from fusedops.models.transformer import Loss, Transformer
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fusedops import ops
 from fusedops._core import philox
-from fusedops.models.config import RopeScaling, TransformerConfig
+from fusedops.models.config import TransformerConfig
+from fusedops.models.rotary import RopeScaling
 
 
 class Documents:
@@ -52,8 +53,9 @@ def attend(
     dropout_p: float,
     documents: Documents | None,
     seed: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend.
+    """Return ``[B, N, S, Dv]``: each query's mean of the values that it may attend.
 
     The random number of a score follows from its index in ``[B, N, S, S]``, also with documents.
     """
@@ -62,6 +64,7 @@ def attend(
         "is_causal": is_causal,
         "window": window,
         "alibi_slopes": alibi_slopes,
+        "scale": scale,
     }
     if documents is None:
         grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
@@ -94,36 +97,78 @@ def _packed(x_BNSD: torch.Tensor) -> torch.Tensor:
 def rotary_tables(
     positions: torch.Tensor, config: TransformerConfig, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of ``position * rope_theta ** (-2 i / head_dim)``.
+    """Return cosines and sines of ``position * rope_theta ** (-2 i / rotary_dim)``.
 
     They are computed by each call: a buffer would be lost where a model is created on ``meta``, and
     rounded where it is cast.
 
     Args:
         positions: of the tokens, ``[S]`` or ``[B, S]``.
-        config: has the size of a head, the base of the wave lengths, and how they are stretched.
+        config: has the rotated size of a head, the base of the wave lengths, and how they are
+            stretched.
         dtype: of the tables: float32, or float64 for float64.
 
     Returns:
-        Two tables of the shape of ``positions`` and ``head_dim`` behind; each angle stands twice,
-        in both halves.
+        Two tables of the shape of ``positions`` and ``rotary_dim`` behind; each angle stands twice:
+        in both halves, or in latent attention in neighbours.
     """
-    width = config.size_of_head
-    powers = torch.arange(0, width, 2, dtype=dtype, device=positions.device) / width
-    frequencies = config.rope_theta**-powers
-    if config.rope_scaling is not None:
-        frequencies = _stretched(frequencies, config.rope_scaling)
-    angles = positions.to(dtype)[..., None] * frequencies
+    angles = positions.to(dtype)[..., None] * frequencies(positions, config, dtype)
     cos, sin = angles.cos(), angles.sin()
+    if config.rope_scaling is not None and config.rope_scaling.table_factor != 1:
+        cos, sin = (table * config.rope_scaling.table_factor for table in (cos, sin))
+    if config.is_latent:
+        return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
-def _stretched(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # How often a wave goes round in a sequence of the first training.
-    turns = frequencies * (scaling.original_seq_len / (2 * math.pi))
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+def frequencies(
+    positions: torch.Tensor, config: TransformerConfig, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the angle of each pair for one token, ``[rotary_dim / 2]``; arguments as above."""
+    width, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+    powers = torch.arange(0, width, 2, dtype=dtype, device=positions.device) / width
+    plain = theta**-powers
+    if scaling is None:
+        return plain
+    if scaling.kind == "dynamic":
+        length = _tokens(positions, config.seq_len).to(dtype)
+        ratio = scaling.factor * length / config.seq_len - (scaling.factor - 1)
+        return (theta * ratio ** (width / (width - 2))) ** -powers
+    if scaling.kind == "longrope":
+        short, long = (
+            torch.tensor(factors, dtype=dtype, device=positions.device)
+            for factors in (scaling.short_factors, scaling.long_factors)
+        )
+        return plain / torch.where(_tokens(positions, 0) > scaling.original_seq_len, long, short)
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        # How often a wave goes round in a sequence of the first training.
+        rotations = plain * (scaling.original_seq_len / (2 * math.pi))
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    else:
+        first, last = _yarn_bounds(scaling, width, theta)
+        indices = torch.arange(width // 2, dtype=dtype, device=positions.device)
+        kept = 1 - ((indices - first) / (last - first)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def _tokens(positions: torch.Tensor, least: int) -> torch.Tensor:
+    """Return the tokens of the longest sequence, without a look at the device."""
+    lengths = positions.flatten() + 1
+    return torch.cat((lengths, lengths.new_tensor([least]))).max()
+
+
+def _yarn_bounds(scaling: RopeScaling, width: int, theta: float) -> tuple[float, float]:
+    """Return the index up to which frequencies stay, and that from which on all are divided."""
+    rotations = scaling.beta_fast, scaling.beta_slow
+    waves = [scaling.original_seq_len / (number * 2 * math.pi) for number in rotations]
+    first, last = (width * math.log(number) / (2 * math.log(theta)) for number in waves)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    return first, last if last != first else first + 0.001
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:

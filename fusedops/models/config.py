@@ -16,14 +16,22 @@ from functools import partial
 from typing import Any
 
 from fusedops._core import checks
+from fusedops.models.rotary import KINDS, RopeScaling
 from fusedops.ops.hash_route import check_domain_experts
 from fusedops.ops.moe_route import check_options
 
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
 _SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_len")
-_OPTIONAL_SIZES = ("num_kv_heads", "head_dim", "sliding_window")
-_COUNTS = ("position_tables", "token_types", "num_experts", "moe_layers", "shared_size")
+_LATENT_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OPTIONAL_SIZES = (
+    *("num_kv_heads", "head_dim", "sliding_window", "expert_size", "q_lora_rank", "kv_lora_rank"),
+    *_LATENT_SIZES,
+)
+_COUNTS = (
+    *("position_tables", "token_types", "num_experts", "moe_layers", "shared_size"),
+    "dense_layers",
+)
 _POSITIVE = ("rope_theta", "norm_eps", "router_scaling", "capacity_factor")
 _FACTORS = ("balance_loss", "z_loss", "balance_rate", "initializer_range")
 _RULES: dict[str, checks.Rule] = {
@@ -65,42 +73,6 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How Llama 3 stretches the rotations for sequences longer than it was first trained on.
-
-    Wave lengths above ``original_seq_len / low_freq_factor`` tokens grow by ``factor``, those below
-    ``original_seq_len / high_freq_factor`` stay, and between them a straight line leads from one to
-    the other.
-
-    Attributes:
-        factor: how many times longer.
-        low_freq_factor: waves of the first training length from which on none grows.
-        high_freq_factor: waves of it below which all grow.
-        original_seq_len: tokens of the sequences of the first training.
-
-    Raises:
-        ValueError: a factor is not positive, or the two bounds are not in order.
-        TypeError: one is no number.
-
-    Reference:
-        The Llama 3 Herd of Models, arXiv:2407.21783.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            checks.positive("RopeScaling", name, getattr(self, name))
-        checks.integer("RopeScaling", "original_seq_len", self.original_seq_len, least=1)
-        if self.low_freq_factor >= self.high_freq_factor:
-            expected = f"above low_freq_factor, {self.low_freq_factor}"
-            checks.fail("RopeScaling", "high_freq_factor", expected, self.high_freq_factor)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """The sizes and choices of a transformer.
 
@@ -125,9 +97,21 @@ class TransformerConfig:
         qk_norm: whether queries and keys are normalised by head.
         tied: whether the head's weight is the embedding's.
         head: ``"causal"``: a linear layer; ``"masked"``: BERT's, with a layer before it.
+        kv_lora_rank: width of the latent of which latent attention (DeepSeek-V2 and V3,
+            arXiv:2405.04434) makes keys and values; ``None``: attention is the usual one. With it
+            ``bias`` gives biases to the projections from and to the residual stream alone.
+        q_lora_rank: with ``kv_lora_rank``: width of the latent of which queries are made; ``None``:
+            they are made of the hidden states.
+        qk_nope_head_dim: with ``kv_lora_rank``: elements of a head of queries and keys that are not
+            rotated.
+        qk_rope_head_dim: those behind them, which are rotated; all heads of keys share theirs.
+        v_head_dim: elements of a head of values.
         num_experts: experts of a sparse layer; 0: the model is dense.
         top_k: experts that a token goes to.
         moe_layers: how many layers have experts, evenly spread; all by default.
+        dense_layers: first layers without experts; all after them have some (DeepSeek-V3). 0:
+            ``moe_layers`` are spread.
+        expert_size: width of an expert; ``intermediate_size`` by default.
         causal: whether a token attends only itself and what is before it.
         alibi: whether distances are subtracted from the scores (arXiv:2108.12409).
         rope_theta: base of the rotations' wave lengths.
@@ -195,11 +179,18 @@ class TransformerConfig:
     activation: str = "gelu"
     bias: bool = True
     qk_norm: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     tied: bool = True
     head: str = "causal"
     num_experts: int = 0
     top_k: int = 1
     moe_layers: int | None = None
+    dense_layers: int = 0
+    expert_size: int | None = None
     causal: bool = True
     alibi: bool = False
     rope_theta: float = 10000.0
@@ -233,11 +224,12 @@ class TransformerConfig:
         checks.fields(name, self, _RULES)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             checks.fail_type(name, "rope_scaling", "None or a RopeScaling", self.rope_scaling)
-        for is_wrong, argument, expected in self._relations():
+        for is_wrong, argument, expected in (*self._latent_relations(), *self._relations()):
             if is_wrong:
                 checks.fail(name, argument, expected, getattr(self, argument))
-        if self.rotary and self.size_of_head % 2:
-            checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
+        if self.rotary and self.rotary_dim % 2:
+            field = "qk_rope_head_dim" if self.is_latent else "head_dim"
+            checks.fail(name, field, "even, to be rotated", self.rotary_dim)
         if self.domain_experts:
             sizes = self.domain_experts, self.num_experts, self.top_k
             object.__setattr__(self, "domain_experts", check_domain_experts(name, *sizes))
@@ -250,13 +242,21 @@ class TransformerConfig:
         """Yield whether a relation of two fields is violated, the field, and what it must be."""
         undivided = self.head_dim is None and self.hidden_size % self.num_heads != 0
         divisor = f"a divisor of hidden_size {self.hidden_size}, or head_dim given"
-        yield undivided, "num_heads", divisor
+        yield undivided and not self.is_latent, "num_heads", divisor
         divisor = f"a divisor of num_heads {self.num_heads}"
         yield self.num_heads % self.kv_heads != 0, "num_kv_heads", divisor
         too_many = 0 < self.num_experts < self.top_k
         yield too_many, "top_k", f"at most num_experts {self.num_experts}"
         too_many = (self.moe_layers or 0) > self.num_layers
         yield too_many, "moe_layers", f"at most {self.num_layers}, the layers"
+        expected = "0 without num_experts, and less than num_layers with them"
+        limit = self.num_layers - 1 if self.num_experts else 0
+        yield self.dense_layers > limit, "dense_layers", expected
+        rest = self.num_layers - self.dense_layers
+        is_other = bool(self.dense_layers) and self.moe_layers not in (None, rest)
+        yield is_other, "moe_layers", f"None or {rest} with dense_layers {self.dense_layers}"
+        has_none = self.expert_size is not None and not self.num_experts
+        yield has_none, "expert_size", "None without num_experts"
         has_window = self.sliding_window is not None
         yield has_window and not self.causal, "sliding_window", "None unless causal"
         too_large = (self.pad_token_id or 0) >= self.vocab_size
@@ -275,6 +275,36 @@ class TransformerConfig:
             yield is_set, option, f"{unset} with router 'hash', which has no logits"
         yield bool(self.domain_experts) and not is_hash, "router", "'hash' with domain_experts"
 
+    def _latent_relations(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield the same of latent attention and of the rotations."""
+        for name in ("q_lora_rank", *_LATENT_SIZES) if not self.is_latent else ():
+            yield getattr(self, name) is not None, name, "None without kv_lora_rank"
+        for name in _LATENT_SIZES if self.is_latent else ():
+            yield getattr(self, name) is None, name, "a size with kv_lora_rank"
+        if self.is_latent:
+            yield not self.rotary, "rotary", "True with kv_lora_rank"
+            for name in ("qk_norm", "query_layer"):
+                yield getattr(self, name), name, "False with kv_lora_rank"
+            sizes = self.num_heads, self.size_of_head
+            heads = f"None or {self.num_heads}, the heads of queries, with kv_lora_rank"
+            yield self.num_kv_heads not in (None, sizes[0]), "num_kv_heads", heads
+            size = f"None or {sizes[1]}, qk_nope_head_dim and qk_rope_head_dim together"
+            yield self.head_dim not in (None, sizes[1]), "head_dim", size
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        pairs = self.rotary_dim // 2
+        lengths = {len(scaling.short_factors), len(scaling.long_factors)}
+        is_uneven = scaling.kind == "longrope" and lengths != {pairs}
+        yield is_uneven, "rope_scaling", f"of {pairs} short and {pairs} long factors"
+        is_narrow = scaling.kind == "dynamic" and pairs < 2
+        yield is_narrow, "rope_scaling", "of another kind than 'dynamic' for one pair of elements"
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made of a latent."""
+        return self.kv_lora_rank is not None
+
     @property
     def kv_heads(self) -> int:
         """Heads of keys and of values."""
@@ -282,8 +312,33 @@ class TransformerConfig:
 
     @property
     def size_of_head(self) -> int:
-        """Width of a head."""
+        """Width of a head of queries and keys."""
+        if self.is_latent:
+            return (self.qk_nope_head_dim or 0) + self.rotary_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated, if any are."""
+        return (self.qk_rope_head_dim or 0) if self.is_latent else self.size_of_head
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head of values."""
+        return (self.v_head_dim or 0) if self.is_latent else self.size_of_head
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of the scores; ``None``: ``size_of_head ** -0.5``."""
+        if not self.is_latent or self.rope_scaling is None:
+            return None
+        factor = self.rope_scaling.score_factor
+        return None if factor == 1 else self.size_of_head**-0.5 * factor
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert."""
+        return self.intermediate_size if self.expert_size is None else self.expert_size
 
     @property
     def query_width(self) -> int:
@@ -300,10 +355,13 @@ class TransformerConfig:
         """Layers with experts."""
         if not self.num_experts:
             return 0
-        return self.num_layers if self.moe_layers is None else self.moe_layers
+        rest = self.num_layers - self.dense_layers
+        return rest if self.moe_layers is None else self.moe_layers
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts: those that do are spread evenly, the last one among them."""
+        if self.dense_layers:
+            return layer >= self.dense_layers
         count, layers = self.sparse_layers, self.num_layers
         return (layer + 1) * count // layers > layer * count // layers
 
@@ -368,12 +426,26 @@ class TransformerConfig:
         return sum((self.layer(index) * count for index, count in kinds.items()), Weights())
 
     def _attention(self) -> Weights:
+        if self.is_latent:
+            return self._latent_attention()
         h, query, key = self.hidden_size, self.query_width, self.key_width
         split = 2 * h * query + 2 * h * key
         replicated = 2 * self.size_of_head if self.qk_norm else 0
         if self.bias:
             split, replicated = split + query + 2 * key, replicated + h
         return Weights(split=split, replicated=replicated)
+
+    def _latent_attention(self) -> Weights:
+        h, queries, values = self.hidden_size, self.query_width, self.num_heads * self.value_size
+        rank, query_rank = self.kv_lora_rank or 0, self.q_lora_rank
+        nope = self.num_heads * (self.qk_nope_head_dim or 0)
+        split = rank * (nope + values) + values * h + (query_rank or h) * queries
+        downs = (
+            [rank + self.rotary_dim] if query_rank is None else [rank + self.rotary_dim, query_rank]
+        )
+        replicated = h * sum(downs) + rank + (query_rank or 0)
+        biases = sum(downs) + h if self.bias else 0
+        return Weights(split=split, replicated=replicated + biases)
 
     def _norm(self) -> Weights:
         return Weights(replicated=self.hidden_size * (2 if self.norm == "layer" else 1))
@@ -391,16 +463,21 @@ class TransformerConfig:
         replicated = router + self.shared_gate * self.hidden_size
         if self.shared_size:  # tp gives each rank all of it, and some of the tokens
             replicated += self._feed_forward(self.shared_size).total
-        experts = self._feed_forward().total * self.num_experts
+        experts = self._feed_forward(self.expert_width).total * self.num_experts
         return Weights(replicated=replicated, experts=experts)
 
 
 def describe(model: TransformerConfig) -> dict[str, Any]:
     """Return the sizes by name, those that are not given as what they mean."""
     given = asdict(model)
-    meant = {
+    meant: dict[str, Any] = {
         "num_kv_heads": model.kv_heads,
         "head_dim": model.size_of_head,
         "moe_layers": model.sparse_layers,
+        "expert_size": model.expert_width if model.num_experts else None,
     }
+    if model.rope_scaling is not None:
+        kind = model.rope_scaling.kind
+        names = (*(("kind",) if kind != "llama3" else ()), *KINDS[kind])
+        meant["rope_scaling"] = {name: getattr(model.rope_scaling, name) for name in names}
     return given | meant

@@ -48,7 +48,7 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
     if config.is_sparse(index):
         return MoE(
             hidden,
-            inner,
+            config.expert_width,
             config.num_experts,
             config.top_k,
             activation=activation,

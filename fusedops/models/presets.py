@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core.spelling import nearest
-from fusedops.models.config import RopeScaling, TransformerConfig
+from fusedops.models.config import TransformerConfig
+from fusedops.models.rotary import RopeScaling
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Of tiny models, whatever their family: all sizes are even, and words are bytes.

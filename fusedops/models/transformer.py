@@ -1,9 +1,9 @@
-"""A transformer for one device: ``Attention``, ``Layer``, ``Transformer``.
+"""A transformer for one device: ``Layer``, ``Transformer``.
 
 Start with ``Transformer.forward``. It makes a ``ForwardContext``, which has all that the layers
 need in addition to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs
-embedding, layers, norm and head. The parts around attention are in ``parts.py``, attention itself
-in ``attention_core.py``.
+embedding, layers, norm and head. Attention is in ``attention.py``, the other parts of a layer in
+``parts.py``.
 
 The model contains no communication. ``parallelize`` replaces linear layers and the head by parallel
 ones, shards the parameters, and sets ``Transformer.partition``, by which a layer asks for this
@@ -15,7 +15,6 @@ of the vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from torch import nn
 from fusedops import ops
 from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.models.attention_core import Documents, alibi_slopes, rotary_tables
+from fusedops.models.attention import Attention, LatentAttention
+from fusedops.models.attention_core import Documents, rotary_tables
 from fusedops.models.config import TransformerConfig
 from fusedops.models.forward_context import (
     ATTENTION,
@@ -35,8 +35,7 @@ from fusedops.models.forward_context import (
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
-from fusedops.nn import BalancingBias, GatedMLP, LinearAct, MoE, QuantizedLinear, RMSNorm
-from fusedops.nn.linear_act import joined
+from fusedops.nn import BalancingBias, GatedMLP, LinearAct, MoE, QuantizedLinear
 
 
 class Loss(NamedTuple):
@@ -54,101 +53,6 @@ class Loss(NamedTuple):
     auxiliary: torch.Tensor
 
 
-class Attention(nn.Module):
-    """Attention between the tokens of a sequence.
-
-    Attributes:
-        num_heads: query heads on this process.
-        num_kv_heads: key and value heads on this process.
-        first_head: index of its first head.
-    """
-
-    def __init__(self, config: TransformerConfig, index: int) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
-        linear = partial(LinearAct, bias=config.bias, activation="identity")
-        self.config, self.index = config, index
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.kv_heads
-        self.first_head = 0
-        self.head_dim = config.size_of_head
-        self.query = linear(hidden, config.query_width)
-        self.key = linear(hidden, config.key_width)
-        self.value = linear(hidden, config.key_width)
-        self.output = linear(config.query_width, hidden)
-        self.query_key_value: nn.Module | None = None
-        self.query_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
-
-    def forward(
-        self,
-        x_BSH: torch.Tensor,
-        context: ForwardContext,
-        query_input_BSH: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return ``[B, S, H]``; a query layer (PanGu) gives queries an input of their own."""
-        heads = self.project_qkv(x_BSH, context, query_input_BSH)
-        return self.output(self.attend(*heads, context))
-
-    def project_qkv(
-        self,
-        x_BSH: torch.Tensor,
-        context: ForwardContext,
-        query_input_BSH: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values by heads, ``[B, N, S, D]``, rotated by positions."""
-        query_input_BSH = x_BSH if query_input_BSH is None else query_input_BSH
-        if self.query_key_value is None:
-            rows = self.query(query_input_BSH), self.key(x_BSH), self.value(x_BSH)
-        else:
-            width, key_width = self.config.query_width, self.config.key_width
-            rows = self.query_key_value(x_BSH).split([width, key_width, key_width], -1)
-        query_BSND, key_BSND, value_BSND = (
-            row_BSF.unflatten(-1, (-1, self.head_dim)) for row_BSF in rows
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query_BSND, key_BSND = self.query_norm(query_BSND), self.key_norm(key_BSND)
-        query_BNSD, key_BNSD = query_BSND.transpose(1, 2), key_BSND.transpose(1, 2)
-        value_BNSD = value_BSND.transpose(1, 2)
-        if context.rotary is not None:
-            query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *context.rotary)
-        return query_BNSD, key_BNSD, value_BNSD
-
-    def join_projections(self) -> None:
-        """Make one layer of the projections of queries, keys and values."""
-        self.query_key_value = joined([self.query, self.key, self.value])
-        del self.query, self.key, self.value
-
-    def attend(
-        self,
-        query_BNSD: torch.Tensor,
-        key_BNSD: torch.Tensor,
-        value_BNSD: torch.Tensor,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        """Return the attention output of the heads on this process, ``[B, S, N * D]``."""
-        config = self.config
-        slopes = None
-        if config.alibi:
-            heads = slice(self.first_head, self.first_head + self.num_heads)
-            slopes = alibi_slopes(config.num_heads, query_BNSD.device)[heads]
-        # The window has the query's own position; then, keys to its left and to its right.
-        window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
-        dropout_p = config.attention_dropout if self.training else 0.0
-        output_BNSD = context.attention_of(self.index)(
-            query_BNSD,
-            key_BNSD,
-            value_BNSD,
-            is_causal=config.causal,
-            window=window,
-            alibi_slopes=slopes,
-            dropout_p=dropout_p,
-            documents=context.documents,
-            seed=context.score_seed(self.index) if dropout_p else None,
-        )
-        return output_BNSD.transpose(1, 2).flatten(2)
-
-
 class Layer(nn.Module):
     """Attention and feed-forward part, each added to the residual stream.
 
@@ -163,7 +67,8 @@ class Layer(nn.Module):
         super().__init__()
         self.config, self.index = config, index
         self.attention_norm = norm_of(config, adds=config.post_norm)
-        self.attention = Attention(config, index)
+        attention = LatentAttention if config.is_latent else Attention
+        self.attention = attention(config, index)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
         self.balancing: BalancingBias | None = None

@@ -312,6 +312,15 @@ _OPTIONS = (
 )
 
 
+def check_kind(model: TransformerConfig) -> None:
+    """Raise an ``UnsupportedError`` for models whose layers the planner has no formulas for."""
+    for name in ("kv_lora_rank", "dense_layers", "expert_size"):
+        value = getattr(model, name)
+        if value:
+            reason = f"the planner has no formulas for models with {name}, got {value}"
+            raise checks.UnsupportedError(f"{_OP}: {reason}")
+
+
 def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
     """Raise unless the layout fits the model, and takes this many devices.
 
@@ -322,8 +331,10 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
 
     Raises:
         ValueError: a size does not fit; the message says which sizes would.
+        UnsupportedError: layers are of a kind that the planner has no formulas for.
     """
     config = layout.parallel
+    check_kind(model)
     if devices is not None:
         sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)

@@ -22,7 +22,7 @@ from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES as PIPELINES
 from fusedops.planner.device import Device
-from fusedops.planner.layout import Layout, layer_runs
+from fusedops.planner.layout import Layout, check_kind, layer_runs
 from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
 from fusedops.planner.pipelines import stages_of_rank
 from fusedops.planner.search import PlannedLayout
@@ -98,6 +98,7 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
         >>> step_shape(preset("llama3-8b"), Layout.of(dp=2, tp=4, sp=True)).tokens
         8192.0
     """
+    check_kind(model)
     config = layout.parallel
     sizes = ("tp", "pp", "dp", "cp", "ep", "microbatches", "virtual")
     options = {name: getattr(config, name) for name in (*sizes, "sp", "offload")}

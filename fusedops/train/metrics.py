@@ -125,11 +125,12 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
 
     Six for each weight that the token is multiplied by: embeddings are looked up and count only as
     a tied head, and of the experts only those that a token goes to. The products of attention are
-    ``12 * layers * query_width * seq_len``, of which a causal model does half. Recomputation does
-    not count: it is no useful work.
+    ``6 * layers * (query_width + value_width) * seq_len``, of which a causal model does half.
+    Recomputation does not count: it is no useful work.
     """
     weights = model.output(own_weight=True).total
-    products = 12 * model.query_width * seq_len * (0.5 if model.causal else 1.0)
+    width = model.query_width + model.num_heads * model.value_size
+    products = 6 * width * seq_len * (0.5 if model.causal else 1.0)
     total = 0.0
     for index, count in model.kinds(range(model.num_layers)).items():
         total += count * (6 * model.used_weights(index) + products)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench_records import invoke
 
+from fusedops.models import to_config
 from fusedops.planner import PRESETS, Layout, estimate, load_device, preset
 
 plan = partial(invoke, "plan")
@@ -65,6 +66,9 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "gpt2"} | sizes | {"n_layer": 0}))
     done = plan("--model", str(path))
     assert f"{path}: TransformerConfig: num_layers must be at least 1" in done.output
+    path.write_text(json.dumps(to_config(preset("tiny-deepseek"))))
+    done = plan("--model", str(path))
+    assert done.exit_code == 2 and "no formulas for models with kv_lora_rank, got 24" in done.output
 
 
 def test_a_choice_that_is_given_twice_is_tried_once() -> None:

@@ -36,6 +36,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("hash", {"pp": 2}),
     ("half", {"pp": 2, "tp": 2}),
     ("tiny-llama", {"cp": 2}),
+    ("tiny-deepseek", {"pp": 2, "tp": 2, "sp": True}),
     ("tiny-pangu", {"pp": 2, "tp": 2, "sp": True}),
     ("tiny-llama", {"pp": 2, "pipeline_schedule": "zbv"}),
     ("tiny-mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}),

@@ -17,6 +17,7 @@ from fusedops.models import (
     TINY,
     Loss,
     ParallelConfig,
+    RopeScaling,
     Transformer,
     TransformerConfig,
     initialize,
@@ -183,6 +184,7 @@ def test_wrong_inputs_are_refused(call: Any, says: str) -> None:
 
 
 HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0}
+LONG = RopeScaling(kind="longrope", short_factors=(1.0,), long_factors=(2.0,))
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tiny-llama", {"rotary": True, "alibi": True}, "alibi must be False with rotary"),
     ("tiny-llama", {"query_layer": True}, "position_tables must be 2 with query_layer"),
@@ -207,6 +209,20 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tiny-mixtral", {"num_groups": 3, "topk_groups": 1}, "num_groups must be"),
     ("tiny-mixtral", {"drop_policy": "positions"}, "did you mean 'position'"),
     ("tiny-mixtral", {"balance_rate": -1.0}, "balance_rate must be at least 0"),
+    ("tiny-mixtral", {"dense_layers": 2}, "dense_layers must be 0 without num_experts, and less"),
+    ("tiny-mixtral", {"dense_layers": 1, "moe_layers": 2}, "moe_layers must be None or 1 with"),
+    ("tiny-llama", {"expert_size": 8}, "expert_size must be None without num_experts, got 8"),
+    ("tiny-llama", {"q_lora_rank": 8}, "q_lora_rank must be None without kv_lora_rank, got 8"),
+    ("tiny-llama", {"v_head_dim": 8}, "v_head_dim must be None without kv_lora_rank, got 8"),
+    ("tiny-llama", {"kv_lora_rank": 8}, "qk_nope_head_dim must be a size with kv_lora_rank"),
+    ("tiny-deepseek", {"kv_lora_rank": 0}, "kv_lora_rank must be at least 1, got 0"),
+    ("tiny-deepseek", {"v_head_dim": None}, "v_head_dim must be a size with kv_lora_rank"),
+    ("tiny-deepseek", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
+    ("tiny-deepseek", {"num_kv_heads": 2}, "num_kv_heads must be None or 4, the heads of queries"),
+    ("tiny-deepseek", {"head_dim": 8}, "head_dim must be None or 20, qk_nope_head_dim and"),
+    ("tiny-deepseek", {"rotary": False}, "rotary must be True with kv_lora_rank"),
+    ("tiny-deepseek", {"qk_norm": True}, "qk_norm must be False with kv_lora_rank"),
+    ("tiny-llama", {"rope_scaling": LONG}, "rope_scaling must be of 8 short and 8 long factors"),
 ]
 
 

@@ -15,9 +15,10 @@ from one_process import SEED, Step, assert_one_process, full_tensor, run_step, s
 from run_ranks import on_threads
 from torch import nn
 
+from fusedops import UnsupportedError
 from fusedops.checkpoint.tensors import State
 from fusedops.generation import generate
-from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models import ParallelConfig, RopeScaling, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.testing import threads
 
@@ -74,6 +75,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-cp2-ulysses": ("tiny-alibi", {"cp": 2, "context": "all_to_all"}),
     "pangu-cp2": ("tiny-pangu", {"cp": 2}),
     "pangu-cp2-ulysses": ("tiny-pangu", {"cp": 2, "context": "all_to_all"}),
+    "deepseek-tp2": ("tiny-deepseek", {"tp": 2}),
+    "deepseek-tp2-cp2-sp-zero3": (
+        "tiny-deepseek",
+        {"dp": 2, "tp": 2, "cp": 2, "sp": True, "zero": 3},
+    ),
+    "deepseek-cp2-ulysses": ("tiny-deepseek", {"cp": 2, "context": "all_to_all"}),
+    "deepseek-dp2-ep2": ("tiny-deepseek", {"dp": 2, "ep": 2, "recompute": "selective"}),
+    "deepseek-tp2-overlap": ("tiny-deepseek", {"tp": 2, "overlap_microbatches": True}),
     "mixtral-tp2-sp": ("tiny-mixtral", {"tp": 2, "sp": True}),
     "mixtral-dp2-tp2-zero3": ("tiny-mixtral", {"dp": 2, "tp": 2, "zero": 3}),
 }
@@ -251,6 +260,9 @@ def test_what_does_not_fit_is_told_with_what_would(rank: int) -> None:
     for refused, values, says in wrong:
         with pytest.raises(ValueError, match=says):
             parallelize(refused, ParallelConfig(**values))
+    stretched = _config("tiny-llama", rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+    with pytest.raises(UnsupportedError, match="cp must be 1 with rope_scaling of kind 'dynamic'"):
+        parallelize(Transformer(stretched, device="meta"), ParallelConfig(dp=3, cp=2))
     with pytest.raises(ValueError, match="at most the 2 layers, got 3"):
         parallelize(model, ParallelConfig(dp=2, pp=3))
     with pytest.raises(TypeError, match="fusedops.models.Transformer, or any module with mode"):

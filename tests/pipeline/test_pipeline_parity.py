@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Losses of routers count once on each stage.
     "routers": ("tiny-mixtral", {}),
     "routers-zbv": ("tiny-mixtral", {"pipeline_schedule": "zbv"}),
+    "latent-attention": ("tiny-deepseek", {"tp": 2, "microbatches": 2}),
     "cuts": ("tiny-llama", {"microbatches": 2, "pipeline_cuts": (3,)}),
     "dp-zero1": ("tiny-llama", {"dp": 2, "zero": 1, "microbatches": 2}),
     "dp-split-backward": ("tiny-gpt2", {"dp": 2, "microbatches": 2} | ZERO_BUBBLE),

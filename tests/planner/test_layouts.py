@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusedops import checkpoint, models, planner
+from fusedops import UnsupportedError, checkpoint, models, planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.parallel import timeline
 from fusedops.parallel.pipeline.schedules import SCHEDULES, table
@@ -23,6 +23,7 @@ from fusedops.planner import (
     plan,
     preset,
     search,
+    step_shape,
 )
 from fusedops.planner.pipelines import schedule_cost, stages_of_rank
 from fusedops.planner.search import describe
@@ -236,6 +237,13 @@ def test_one_device_has_one_stage_of_zero() -> None:
     plain = plan(preset("gpt2"), 1, 16 << 30)
     assert [row.estimate for row in asked.rows] == [row.estimate for row in plain.rows]
     assert {row.layout.parallel.zero for row in asked.rows} == {1}
+
+
+def test_layers_without_formulas_are_refused() -> None:
+    model = preset("tiny-deepseek")
+    for call in (lambda: plan(model, 8, 16 << 30), lambda: step_shape(model, Layout())):
+        with pytest.raises(UnsupportedError, match="no formulas for models with kv_lora_rank"):
+            call()
 
 
 def test_experts_in_host_memory_are_refused() -> None:

@@ -67,12 +67,16 @@ class SearchOptions:
             raise files.UserError(
                 "--model is missing: a name (fusedops plan models) or config.json"
             )
+        from fusedops._core.checks import UnsupportedError
         from fusedops.models import from_config, preset
+        from fusedops.planner.layout import check_kind
 
         file = _configuration(self.model)
         try:
-            return preset(self.model) if file is None else from_config(file, sizes_only=True)
-        except (ValueError, TypeError) as error:
+            sizes = preset(self.model) if file is None else from_config(file, sizes_only=True)
+            check_kind(sizes)
+            return sizes
+        except (ValueError, TypeError, UnsupportedError) as error:
             where = f"{file}: " if file is not None and str(file) not in str(error) else ""
             raise files.UserError(f"{where}{error}") from None
 

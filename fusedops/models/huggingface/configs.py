@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
-from fusedops.models.config import RopeScaling, TransformerConfig, describe
+from fusedops.models.config import TransformerConfig, describe
 from fusedops.models.huggingface.families import FAMILIES, Family
+from fusedops.models.rotary import KINDS, RopeScaling
 
 Values = Mapping[str, Any]
 
@@ -28,10 +29,11 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# transformers' names of entries that describe stretched rotations, by ours.
+# transformers' names of fields of stretched rotations that it calls otherwise.
 _SCALING = {
-    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
     "original_seq_len": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
 }
 # Fields whose entry may be null, which means its default.
 _NULLABLE = ("activation", "head_dim", "intermediate_size")
@@ -116,6 +118,7 @@ def _fields(values: Values, family: Family, *, sizes_only: bool) -> dict[str, An
             fields[ours] = entry[1]
     if fields["intermediate_size"] is None and "n_inner" in family.entries["intermediate_size"]:
         fields["intermediate_size"] = 4 * fields["hidden_size"]
+    fields = family.read_fields(fields)
     entry = family.entries["activation"][0]
     checks.choice("from_config", entry, fields["activation"], _ACTIVATIONS)
     fields["activation"] = _ACTIVATIONS[fields["activation"]]
@@ -136,10 +139,25 @@ def _rotations(values: Values, default_theta: float) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return {"rope_theta": float(theta)}
-    if kind != "llama3":
-        checks.fail("from_config", "rope_type", "'default' or 'llama3'", checks.shown(kind))
-    scaling = RopeScaling(**{ours: given[theirs] for ours, theirs in _SCALING.items()})
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+    checks.choice("from_config", "rope_type", kind, ("default", *KINDS))
+    if given.get("partial_rotary_factor") not in (None, 1):
+        got = given["partial_rotary_factor"]
+        checks.fail("from_config", "partial_rotary_factor", "1, or left out", got)
+    original, length = "original_max_position_embeddings", values["max_position_embeddings"]
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields[original] = values.get(original) or fields.get(original) or length
+    if kind in ("yarn", "longrope"):
+        fields.setdefault("factor", length / fields[original])
+    scaling = {name: fields[entry] for name, entry in _entries(kind) if entry in fields}
+    for required in ("factor", "low_freq_factor", "high_freq_factor"):
+        if required in KINDS[kind] and required not in scaling:
+            raise KeyError(required)
+    return {"rope_theta": float(theta), "rope_scaling": RopeScaling(kind=kind, **scaling)}
+
+
+def _entries(kind: str) -> list[tuple[str, str]]:
+    """Return the fields of a kind of stretched rotations, with their names in transformers."""
+    return [(name, _SCALING.get(name, name)) for name in KINDS[kind]]
 
 
 def to_config(config: TransformerConfig) -> dict[str, Any]:
@@ -150,7 +168,8 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
 
     Returns:
         The entries, ``model_type`` and ``architectures`` among them; ``from_config`` reads them as
-        the same ``config``, but for the z-loss, for which transformers has no word.
+        the same ``config``, but for what transformers has no word for: the z-loss, and of
+        DeepSeek-V3 the balance loss and the rate of the balancing bias.
 
     Raises:
         UnsupportedError: no family of transformers computes the same.
@@ -161,6 +180,7 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
         entry if isinstance(entry, str) else entry[0]: fields[ours]
         for ours, entry in family.entries.items()
     }
+    values = family.write_entries(values)
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     values |= {
         family.entries["activation"][0]: activations[config.activation],
@@ -170,10 +190,11 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
     if name == "gpt2":
         values["embd_pdrop"] = config.dropout
     if "rotary" in family.shared:
-        scaling = fields["rope_scaling"]
-        if scaling is not None:
-            renamed = {_SCALING[ours]: value for ours, value in scaling.items()}
-            scaling = {"rope_type": "llama3", **renamed}
+        scaling, stretch = None, config.rope_scaling
+        if stretch is not None:
+            entries = {entry: getattr(stretch, name) for name, entry in _entries(stretch.kind)}
+            given = {entry: value for entry, value in entries.items() if value is not None}
+            scaling = {"rope_type": stretch.kind, **given}
         values |= {
             # Two entries that every version of transformers reads.
             "rope_theta": config.rope_theta,
@@ -182,7 +203,13 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
             "intermediate_size": config.intermediate_size,  # also of dense layers of Qwen3-MoE
         }
     # What these entries leave out would come back as another model.
-    restored = describe(replace(from_config(values), z_loss=config.z_loss))
+    read = from_config(values)
+    unwritten: dict[str, Any] = {"z_loss": config.z_loss}
+    if "balance_loss" not in family.entries:
+        unwritten["balance_loss"] = config.balance_loss
+    if read.balance_rate and config.balance_rate:  # whether there is a bias is what is written
+        unwritten["balance_rate"] = config.balance_rate
+    restored = describe(replace(read, **unwritten))
     differ = [ours for ours, value in fields.items() if restored[ours] != value]
     if differ:
         raise checks.UnsupportedError(
@@ -193,6 +220,8 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _family(config: TransformerConfig) -> str:
+    if config.is_latent:
+        return "deepseek_v3"
     if config.norm == "layer":
         return "bert" if config.head == "masked" else "gpt2"
     if config.num_experts:

@@ -7,7 +7,7 @@ writes both is in ``configs.py`` and ``weights.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fusedops.models.transformer import Transformer
 # By our field: the name of an entry that is required, or of another, with its default.
 Entries = dict[str, str | tuple[str, Any]]
 Tensors = list[torch.Tensor]
+ROUTER_BIAS = ".gate.e_score_correction_bias"  # the end of the name of a buffer
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Family:
     # Makes a row of our parameters and the name of theirs
     row: Callable[[tuple[str, ...], str, TransformerConfig], Row]
     unused: tuple[str, ...] = ()  # ends of names that hold nothing that is computed with here
+    # Whether a checkpoint may have a layer after the last one, which predicts later tokens and is
+    # left out
+    has_extra_layer: bool = False
+    # Our fields of those that are read from the entries, and the entries of those that are written
+    read_fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    write_entries: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     @property
     def tied(self) -> tuple[str, str]:
@@ -58,9 +65,11 @@ class Family:
         return self._name("embedding.tokens.weight"), self._name("head.weight")
 
     def rows(self, config: TransformerConfig) -> Iterator[Row]:
-        """Yield the parameters of a configuration."""
+        """Yield the parameters of a configuration, and the biases of its routers."""
         ours_of: dict[str, list[str]] = {}
-        for ours, _ in Transformer(config, device="meta").named_parameters():
+        model = Transformer(config, device="meta")
+        buffers = [name for name, _ in model.named_buffers() if name.endswith(ROUTER_BIAS)]
+        for ours in (*dict(model.named_parameters()), *buffers):
             ours_of.setdefault(self._name(ours), []).append(ours)
         for theirs, several in ours_of.items():
             yield self.row(tuple(several), theirs, config)
@@ -143,7 +152,7 @@ def _llama_row(ours: tuple[str, ...], theirs: str, config: TransformerConfig) ->
         return Row(ours, (theirs,))
     block, *matrices = (
         ("mlp", "gate_proj", "up_proj", "down_proj")
-        if config.qk_norm
+        if config.qk_norm or config.is_latent
         else ("block_sparse_moe", "w1", "w3", "w2")
     )
     experts, _, kind = theirs.replace(".mlp.", f".{block}.").rpartition(".")
@@ -167,8 +176,18 @@ _LLAMA_NAMES = {
     "attention.output": "self_attn.o_proj",
     "attention.query_norm": "self_attn.q_norm",
     "attention.key_norm": "self_attn.k_norm",
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_down_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
     "feed_forward_norm": "post_attention_layernorm",
-    **{f"feed_forward.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{
+        f"feed_forward.{part}{name}": f"mlp.{part}{name}"
+        for part in ("", "shared_experts.")
+        for name in ("gate_proj", "up_proj", "down_proj")
+    },
     "feed_forward.gate": "mlp.gate",
     "feed_forward.experts": "mlp.experts",
     "norm": "model.norm",
@@ -233,6 +252,44 @@ _QWEN3_MOE_ENTRIES: Entries = {
     "balance_loss": ("router_aux_loss_coef", 0.001),
     "router_normalize": ("norm_topk_prob", False),
 }
+_DEEPSEEK_SPARSE: Entries = {
+    "num_experts": ("n_routed_experts", 256),
+    "top_k": ("num_experts_per_tok", 8),
+    "dense_layers": ("first_k_dense_replace", 3),
+    "expert_size": ("moe_intermediate_size", 2048),
+    "shared_size": ("n_shared_experts", 1),  # how many of the width of an expert
+    "num_groups": ("n_group", 8),
+    "topk_groups": ("topk_group", 4),
+    "router_normalize": ("norm_topk_prob", True),
+    "router_scaling": ("routed_scaling_factor", 2.5),
+}
+# The rate is that of the training of DeepSeek-V3; configurations of transformers have none.
+_DEEPSEEK_ROUTER = {"router_score": "sigmoid", "group_score": "top2_sum", "balance_rate": 0.001}
+_DEEPSEEK_ENTRIES = _DEEPSEEK_SPARSE | {
+    "q_lora_rank": ("q_lora_rank", 1536),
+    "kv_lora_rank": ("kv_lora_rank", 512),
+    "qk_nope_head_dim": ("qk_nope_head_dim", 128),
+    "qk_rope_head_dim": ("qk_rope_head_dim", 64),
+    "v_head_dim": ("v_head_dim", 128),
+}
+
+
+def _deepseek_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the width of all shared experts, or those of a model without experts."""
+    if fields["dense_layers"] < fields["num_layers"]:
+        return fields | {"shared_size": fields["shared_size"] * fields["expert_size"]}
+    sparse = _DEEPSEEK_SPARSE | _DEEPSEEK_ROUTER
+    return {name: value for name, value in fields.items() if name not in sparse}
+
+
+def _deepseek_entries(values: dict[str, Any]) -> dict[str, Any]:
+    """Return entries with the number of shared experts, or without experts for a dense model."""
+    if values["n_routed_experts"]:
+        shared = values["n_shared_experts"] // values["moe_intermediate_size"]
+        return values | {"n_shared_experts": shared}
+    sparse = [entry[0] for entry in _DEEPSEEK_SPARSE.values()]
+    dense = {name: value for name, value in values.items() if name not in sparse}
+    return dense | {"first_k_dense_replace": values["num_hidden_layers"]}
 
 
 def _like_llama(
@@ -255,6 +312,27 @@ def _like_llama(
         layers="model.layers.",
         row=_llama_row,
         unused=("rotary_emb.inv_freq",),
+    )
+
+
+def _deepseek() -> Family:
+    """Return the family of DeepSeek-V3, whose ``head_dim`` is that of the rotated part."""
+    family = _like_llama(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK_ENTRIES,
+        rope_interleave=True,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+    )
+    entries = {ours: entry for ours, entry in family.entries.items() if ours != "head_dim"}
+    return replace(
+        family,
+        entries=entries,
+        shared=family.shared | _DEEPSEEK_ROUTER,
+        has_extra_layer=True,
+        read_fields=_deepseek_fields,
+        write_entries=_deepseek_entries,
     )
 
 
@@ -320,4 +398,5 @@ FAMILIES = {
         mlp_only_layers=[],
         decoder_sparse_step=1,
     ),
+    "deepseek_v3": _deepseek(),
 }

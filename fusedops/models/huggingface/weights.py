@@ -44,7 +44,8 @@ def load_huggingface(
 
     Args:
         source: a folder with ``config.json`` and safetensors, or a model of transformers, patched
-            or not: GPT-2, BERT (masked language model), Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral.
+            or not: GPT-2, BERT (masked language model), Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral,
+            DeepSeek-V3.
         device: of the parameters; on ``"meta"`` they have no values, for ``parallelize`` with
             ``fill_huggingface``.
         dtype: of the parameters; ``None``: the checkpoint's.
@@ -102,12 +103,14 @@ def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Modul
     """
     with ExitStack() as stack, torch.no_grad():
         ours, checkpoint = _opened(source, stack)
+        config: Any = model.config
         for name in _SHAPING:
-            value, own = getattr(ours, name), getattr(model.config, name)
+            value, own = getattr(ours, name), getattr(config, name)
             if own != value:
                 checks.fail("fill_huggingface", "model", f"of {name} = {value}", own)
-        for buffer in model.buffers():
-            buffer.zero_()
+        if ours.balance_rate and not config.balance_rate:
+            expected = "of balance_rate above 0, for the checkpoint has biases of routers"
+            checks.fail("fill_huggingface", "model", expected, 0.0)
         _fill(model, ours, checkpoint)
 
 
@@ -330,7 +333,11 @@ class _Checkpoint:
 
 def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) -> None:
     """Copy the parts of parameters that are here, and look at all names of the checkpoint."""
-    parameters, family = dict(model.named_parameters()), checkpoint.family
+    family, buffers = checkpoint.family, dict(model.named_buffers())
+    parameters: dict[str, Any] = dict(model.named_parameters()) | buffers
+    with torch.no_grad():
+        for buffer in buffers.values():
+            buffer.zero_()
     for row in family.rows(config):
         if not any(name in parameters for name in row.ours):  # of another stage
             checkpoint.names_of(row)
@@ -345,9 +352,11 @@ def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) 
                     tensor = tensor.index_select(dim, places.to(tensor.device))
             with torch.no_grad():
                 local_part(parameter).copy_(tensor)
-    assert not parameters, f"no row of the family's table for {sorted(parameters)}"
+    missing = sorted(parameters.keys() - buffers.keys())
+    assert not missing, f"no row of the family's table for {missing}"
     unused = (*family.unused, *family.tied[1:]) if config.tied else family.unused
-    left = [name for name in checkpoint.unread if not name.endswith(unused)]
+    extra = f"{family.layers}{config.num_layers}." if family.has_extra_layer else "\n"
+    left = [name for name in checkpoint.unread if not name.endswith(unused) and extra not in name]
     if left:
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""
         expected = "a checkpoint of this model alone"

@@ -15,7 +15,7 @@ from fusedops.parallel.comm import collectives
 
 
 class ParameterGatherer:
-    """The parameters of a model, gathered from its shards and from the stages of a pipeline.
+    """The parameters and buffers of a model, gathered from its shards and from pipeline stages.
 
     Every process makes one, and reads the same names in the same order.
 
@@ -25,7 +25,8 @@ class ParameterGatherer:
 
     def __init__(self, engine: TrainEngine) -> None:
         model = engine.model
-        self.parameters = dict(model.named_parameters())
+        self.parameters: dict[str, Any] = dict(model.named_parameters())
+        self.parameters |= dict(model.named_buffers())
         self.group: Any = None  # of the stages, on the pipeline of the process that writes
         if engine.pipeline is None:
             if isinstance(model, Transformer) and len(model.layers) < model.config.num_layers:

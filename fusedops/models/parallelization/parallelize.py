@@ -174,6 +174,12 @@ def _check_model(model: TransformerConfig, config: ParallelConfig, device: str) 
         if heads % config.cp:
             expected = f"a divisor of the {heads} heads of a tp rank, with context 'all_to_all'"
             checks.fail(_OP, "cp", expected, config.cp)
+    scaling = model.rope_scaling
+    if config.cp > 1 and scaling is not None and scaling.needs_length:
+        raise checks.UnsupportedError(
+            f"{_OP}: cp must be 1 with rope_scaling of kind {scaling.kind!r}, got {config.cp}: its "
+            "rotations depend on the length of the sequence, of which each rank has a part"
+        )
     check_stages(_OP, model, config)
     starts = config.bucket_layers or ()
     if any(layer >= model.num_layers for layer in starts):

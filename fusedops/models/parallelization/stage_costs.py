@@ -10,7 +10,8 @@ from fusedops.parallel.pipeline.split import at, balanced, shortest
 
 def by_operations(model: TransformerConfig) -> tuple[list[float], float]:
     """Return the multiplications and additions of a token's forward: of each layer, of the head."""
-    products = 4 * model.query_width * model.seq_len * (0.5 if model.causal else 1.0)
+    width = model.query_width + model.num_heads * model.value_size
+    products = 2 * width * model.seq_len * (0.5 if model.causal else 1.0)
     layers = [2 * model.used_weights(index) + products for index in range(model.num_layers)]
     return layers, 2.0 * model.output(own_weight=True).total
 

@@ -69,6 +69,11 @@ def tensor_parallel_plan(
         "layers.*.attention.key": partial(column, heads=model.kv_heads),
         "layers.*.attention.value": partial(column, heads=model.kv_heads),
         "layers.*.attention.output": partial(RowLinear.of, sequence=sp, overlap=overlap),
+        "layers.*.attention.query_up": column,
+        "layers.*.attention.kv_up": column,
+        "layers.*.attention.*_down": sum_gradients,
+        "layers.*.attention.*_down_norm": sum_gradients,
+        "layers.*.attention.kv_norm": sum_gradients,
         "layers.*.attention.query_norm": sum_gradients,
         "layers.*.attention.key_norm": sum_gradients,
         "layers.*.feed_forward": partial(
