@@ -87,7 +87,9 @@ def test_half_precision_sums_the_loss_in_float32() -> None:
     assert (loss.total / 256 - wanted).abs() <= budget
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-bert", "tiny-alibi", "tiny-pangu"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", "tiny-bert", "tiny-alibi", "tiny-pangu", "tiny-deepseek"]
+)
 def test_packed_documents_are_as_if_each_were_alone(name: str) -> None:
     torch.manual_seed(0)
     model = Transformer(TINY[name]).eval()
