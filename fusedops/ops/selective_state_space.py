@@ -138,12 +138,12 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grads, call, _, output_mask = of_backward(StateSpaceArguments, args, incoming=2)
-    found = list(_scan_math.backward(call._replace(A=call.A[:, None]), *grads))
-    found[2] = found[2].squeeze(1)
-    triples = zip(found, call, output_mask, strict=False)
+    results = list(_scan_math.backward(call._replace(A=call.A[:, None]), *grads))
+    results[2] = results[2].squeeze(1)
+    triples = zip(results, call, output_mask, strict=False)
     return tuple(
-        grad.to(given.dtype).contiguous() if on and given is not None else None
-        for grad, given, on in triples
+        grad.to(argument.dtype).contiguous() if on and isinstance(argument, torch.Tensor) else None
+        for grad, argument, on in triples
     )
 
 
