@@ -195,7 +195,8 @@ def _piece_backward(
 
     grad_dt = joined(of_step, inputs.step)
     bounded = functional.softplus(inputs.dt) if call.dt_softplus else inputs.dt
-    grad_dt = grad_dt * ((bounded >= call.dt_min) & (bounded <= call.dt_max))
+    inside = (bounded >= call.dt_min) & (bounded <= call.dt_max)
+    grad_dt = torch.where(inside, grad_dt, torch.zeros_like(grad_dt))
     if call.dt_softplus:
         slope = torch.sigmoid(inputs.dt)
         grad_dt = grad_dt * torch.where(inputs.dt > _SOFTPLUS_LIMIT, torch.ones_like(slope), slope)
