@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fusedops import ops
 from fusedops._core import philox
+from fusedops._core.device_tensors import device_tensor
 from fusedops.models.config import TransformerConfig
 from fusedops.models.rotary import RopeScaling
 
@@ -136,7 +137,7 @@ def frequencies(
         return (theta * ratio ** (width / (width - 2))) ** -powers
     if scaling.kind == "longrope":
         short, long = (
-            torch.tensor(factors, dtype=dtype, device=positions.device)
+            device_tensor(factors, dtype, positions.device)
             for factors in (scaling.short_factors, scaling.long_factors)
         )
         return plain / torch.where(_tokens(positions, 0) > scaling.original_seq_len, long, short)

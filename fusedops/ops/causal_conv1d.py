@@ -171,7 +171,7 @@ def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         terms = [grad * part for part in shifted]
         grad_parameters.append(torch.stack([term.sum((0, 2)) for term in (*terms, grad)], 1))
         # Of the inputs from the initial state on.
-        padded = functional.pad(grad, (0, width - 1)) * weight[:, :1].to(wide)
+        padded = functional.pad(grad * weight[:, :1].to(wide), (0, width - 1))
         for k in range(1, width):
             shares = grad * weight[:, k, None].to(wide)
             padded = padded + functional.pad(shares, (k, width - 1 - k))

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <utility>
 
-#include "../common/exp2_vec.h"
 #include "../common/scratch.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
@@ -173,7 +172,7 @@ class DeltaChunk {
     } else {
       std::fill(state_decay, state_decay + key_size, *gate_of(at));
     }
-    map_row(state_decay, state_decay, key_size, [](const V& x) { return exp_of<A>(x); });
+    map_row(state_decay, state_decay, key_size, [](const V& x) { return x.exp(); });
   }
 
   // The keys up to token i, each with the decay of the tokens after it up to i.
@@ -242,16 +241,16 @@ class DeltaChunk {
     for (int64_t i = 0; i < count; ++i) sums_[i] = total += gate[i * call_.heads];
     std::fill(sums_ + count, sums_ + padded<A>(count), total);
     const V last(total);
-    const auto exponential = [](const V& x) { return exp_of<A>(x); };
+    const auto exponential = [](const V& x) { return x.exp(); };
     map_row(sums_, rise, padded<A>(count), exponential);
-    map_row(sums_, left, padded<A>(count), [&](const V& x) { return exp_of<A>(last - x); });
+    map_row(sums_, left, padded<A>(count), [&](const V& x) { return (last - x).exp(); });
     std::fill(state_decay, state_decay + key_size, rise[count - 1]);
     scale_rows();
     for (int64_t i = 0; i < count; ++i) {
       const V here(sums_[i]);
       const A *of_keys = dots_ + i * most, *of_queries = of_keys + most * most;
       for (int64_t j = 0; j <= i; j += V::size()) {
-        const V decay = exp_of<A>(here - V::loadu(sums_ + j));
+        const V decay = (here - V::loadu(sums_ + j)).exp();
         const int64_t at = i * most + j;
         decay.store(decays + at);
         (V::loadu(of_keys + j) * decay).store(keys_by_keys + at);
@@ -264,7 +263,7 @@ class DeltaChunk {
     for (int64_t i = 0; i < count; ++i) {
       A* decay = token_decay + i * key_size;
       widen_row(gate + i * call_.heads * call_.key_dim, call_.key_dim, decay);
-      map_row(decay, decay, key_size, [](const V& x) { return exp_of<A>(x); });
+      map_row(decay, decay, key_size, [](const V& x) { return x.exp(); });
     }
     const V one(A(1));
     map_row(token_decay, rise_rows, key_size, [](const V& x) { return x; });
