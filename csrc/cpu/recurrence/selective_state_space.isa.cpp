@@ -100,11 +100,12 @@ class Forward {
   explicit Forward(const StateSpaceForward& f)
       : f_(f),
         chunk_(f.call),
-        states_(f.call.heads_per_task() * size()),
-        rows_(size()),
+        layout_(f.call.head_dim, f.call.state_dim),
+        states_(f.call.heads_per_task() * layout_.size()),
+        rows_(layout_.size()),
         outputs_(kChunkTokens * chunk_.width) {}
 
-  void run(int64_t sequence, int64_t first_head, int64_t num_heads) {
+  void run(int64_t sequence, int64_t first_head, int64_t num_heads, int64_t) {
     const StateSpace& a = f_.call;
     const int64_t begin = a.starts[sequence], end = a.starts[sequence + 1];
     if (end - begin == 1) {
@@ -116,11 +117,8 @@ class Forward {
     const int64_t place = (sequence * a.heads + first_head) * a.state_size();
     const auto* initial = static_cast<const A*>(a.initial_state);
     for (int64_t h = 0; h < num_heads; ++h) {
-      if (initial != nullptr) {
-        load_state<T>(chunk_, a, initial + place + h * a.state_size(), rows_.data(), state(h));
-      } else if (begin == end) {
-        std::fill_n(state(h), size(), A(0));
-      }
+      const A* from = initial == nullptr ? nullptr : initial + place + h * a.state_size();
+      layout_.load(from, a.head_dim, rows_.data(), state(h));
     }
     for (int64_t row = begin; row < end; row += kChunkTokens) {
       const int64_t tokens = std::min(kChunkTokens, end - row);
@@ -130,13 +128,12 @@ class Forward {
     }
     A* last = static_cast<A*>(f_.state) + place;
     for (int64_t h = 0; h < num_heads; ++h) {
-      store_state<T>(chunk_, a, state(h), rows_.data(), last + h * a.state_size());
+      layout_.store(state(h), a.head_dim, rows_.data(), last + h * a.state_size());
     }
   }
 
  private:
-  int64_t size() const { return chunk_.width * chunk_.depth; }
-  A* state(int64_t h) { return states_.data() + h * size(); }
+  A* state(int64_t h) { return states_.data() + h * layout_.size(); }
 
   void run_chunk(int64_t head, A* state, bool has_state) {
     chunk_.load_head(head);
@@ -150,6 +147,7 @@ class Forward {
 
   const StateSpaceForward& f_;
   StateSpaceChunk<T> chunk_;
+  const StateLayout<A> layout_;
   Scratch<A> states_, rows_, outputs_;
 };
 
@@ -167,15 +165,10 @@ void run_tokens(const StateSpaceForward& f) {
 
 template <typename T>
 void run_tasks(const StateSpaceForward& f) {
-  const StateSpace& a = f.call;
-  const int64_t per_group = a.tasks_per_group(), per_task = a.heads_per_task();
-  const int64_t heads = a.heads / a.groups;
-  share_tasks(a.sequences * a.groups * per_group, [&](const auto& next) {
+  share_tasks(f.call.num_tasks(), [&](const auto& next) {
     Forward<T> forward(f);
     for (int64_t task; (task = next()) >= 0;) {
-      const int64_t part = task % per_group * per_task, group = task / per_group % a.groups;
-      forward.run(task / per_group / a.groups, group * heads + part,
-                  std::min(per_task, heads - part));
+      f.call.for_task(task, [&](auto... where) { forward.run(where...); });
     }
   });
 }

@@ -32,6 +32,7 @@ class Backward {
       : f_(f),
         a_(f.call),
         chunk_(f.call),
+        layout_(f.call.head_dim, f.call.state_dim),
         width_(chunk_.width),
         depth_(chunk_.depth),
         memory_(L * (5 * width_ + 3 * depth_ + 2 * L + 2) + 2 * size() + width_ * L),
@@ -61,12 +62,9 @@ class Backward {
     group_ = first_head / (a_.heads / a_.groups);
     for (int64_t h = 0; h < num_heads; ++h) {
       of_a(sequence, first_head + h) = of_d(sequence, first_head + h) = A(0);
-      if (f_.grad_state == nullptr) {
-        std::fill_n(grad_state(h), size(), A(0));
-      } else {
-        const A* from = static_cast<const A*>(f_.grad_state) + place + h * a_.state_size();
-        load_state<T>(chunk_, a_, from, state_rows_, grad_state(h));
-      }
+      const A* from = static_cast<const A*>(f_.grad_state);
+      if (from != nullptr) from += place + h * a_.state_size();
+      layout_.load(from, a_.head_dim, state_rows_, grad_state(h));
     }
     const int64_t chunks = (end - begin + L - 1) / L;
     compute_states(begin, chunks, first_head, num_heads, place);
@@ -85,20 +83,22 @@ class Backward {
     if (f_.grad_initial_state == nullptr) return;
     for (int64_t h = 0; h < num_heads; ++h) {
       A* to = static_cast<A*>(f_.grad_initial_state) + place + h * a_.state_size();
-      store_state<T>(chunk_, a_, grad_state(h), state_rows_, to);
+      layout_.store(grad_state(h), a_.head_dim, state_rows_, to);
     }
   }
 
  private:
-  int64_t size() const { return width_ * depth_; }
+  int64_t size() const { return layout_.size(); }
   A* grad_state(int64_t h) { return grad_states_.data() + h * size(); }
   A* state(int64_t chunk, int64_t h, int64_t num_heads) {
     return states_.data() + (chunk * num_heads + h) * size();
   }
   A& of_a(int64_t sequence, int64_t head) {
-    return static_cast<A*>(f_.per_sequence)[sequence * a_.heads + head];
+    return static_cast<A*>(f_.sequence_a)[sequence * a_.heads + head];
   }
-  A& of_d(int64_t sequence, int64_t head) { return of_a(a_.sequences + sequence, head); }
+  A& of_d(int64_t sequence, int64_t head) {
+    return static_cast<A*>(f_.sequence_d)[sequence * a_.heads + head];
+  }
 
   template <typename Pointer>
   static auto at(Pointer data, int64_t offset) {
@@ -112,8 +112,8 @@ class Backward {
     states_.resize(std::max<size_t>(states_.size(), chunks * num_heads * size()));
     const auto* initial = static_cast<const A*>(a_.initial_state);
     for (int64_t h = 0; chunks > 0 && initial != nullptr && h < num_heads; ++h) {
-      load_state<T>(chunk_, a_, initial + place + h * a_.state_size(), state_rows_,
-                    state(0, h, num_heads));
+      layout_.load(initial + place + h * a_.state_size(), a_.head_dim, state_rows_,
+                   state(0, h, num_heads));
     }
     for (int64_t number = 0; number + 1 < chunks; ++number) {
       chunk_.load_b(begin + number * L, L, group_);
@@ -310,6 +310,7 @@ class Backward {
   const StateSpaceBackward& f_;
   const StateSpace& a_;
   StateSpaceChunk<T> chunk_;
+  const StateLayout<A> layout_;
   const int64_t width_, depth_;
   int64_t group_ = 0;
   Scratch<A> memory_, grad_states_, states_;
@@ -318,45 +319,18 @@ class Backward {
   A *state_rows_, *grad_state_rows_, *x_columns_;
 };
 
-template <typename T>
-void add_parts(const StateSpaceBackward& f) {
-  using A = Acc<T>;
-  const StateSpace& a = f.call;
-  const int64_t columns = a.groups * a.state_dim, all = a.tokens() * columns;
-  const int64_t parts = a.tasks_per_group();
-  const auto bytes = static_cast<int64_t>((parts + 1) * columns * sizeof(A));
-  parallel_rows(a.tokens(), bytes, [&](int64_t begin, int64_t end) {
-    const A* from = static_cast<const A*>(f.shares) + begin * columns;
-    for (void* to : {f.grad_b, f.grad_c}) {
-      sum_partials(from, parts, all, (end - begin) * columns,
-                   static_cast<T*>(to) + begin * columns);
-      from += parts * all;
-    }
-  });
-  const auto* sums = static_cast<const A*>(f.per_sequence);
-  sum_partials(sums, a.sequences, a.heads, a.heads, static_cast<A*>(f.grad_a));
-  sum_partials(sums + a.sequences * a.heads, a.sequences, a.heads, a.heads,
-               static_cast<A*>(f.grad_d));
-}
-
 }  // namespace
 
 void selective_state_space_backward(const StateSpaceBackward& f) {
-  const StateSpace& a = f.call;
-  const int64_t per_group = a.tasks_per_group(), per_task = a.heads_per_task();
-  const int64_t heads = a.heads / a.groups;
-  switch_dtype(a.dtype, [&](auto t) {
+  switch_dtype(f.call.dtype, [&](auto t) {
     using T = decltype(t);
-    share_tasks(a.sequences * a.groups * per_group, [&](const auto& next) {
+    share_tasks(f.call.num_tasks(), [&](const auto& next) {
       Backward<T> backward(f);
       for (int64_t task; (task = next()) >= 0;) {
-        const int64_t number = task % per_group, group = task / per_group % a.groups;
-        const int64_t first = group * heads + number * per_task;
-        backward.run(task / per_group / a.groups, first,
-                     std::min(per_task, heads - number * per_task), number);
+        f.call.for_task(task, [&](auto... where) { backward.run(where...); });
       }
     });
-    add_parts<T>(f);
+    add_parts<T>(f, f.call.heads);
   });
 }
 
