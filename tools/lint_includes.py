@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Folders of one row do not include each other.
 LAYERS = (
     ("cpu/loss", "cpu/moe", "host", "precompiled"),
-    ("cpu/attention", "cpu/product"),
+    ("cpu/attention", "cpu/product", "cpu/recurrence"),
     ("cpu/gemm", "cpu/norm", "cpu/optimizer"),
     ("cpu/elementwise", "runtime/shared_memory"),
     ("cpu/common", "cuda"),
