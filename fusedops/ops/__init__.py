@@ -39,6 +39,7 @@ with without_garbage_collection():
     from fusedops.ops.linear_act import linear_act
     from fusedops.ops.linear_cross_entropy import linear_cross_entropy
     from fusedops.ops.linear_glu import linear_glu
+    from fusedops.ops.linear_token_logprobs import linear_token_logprobs
     from fusedops.ops.mlp import mlp
     from fusedops.ops.moe_mlp import moe_mlp
     from fusedops.ops.moe_pack import moe_pack
@@ -54,6 +55,7 @@ with without_garbage_collection():
     from fusedops.ops.rotary_embedding import rotary_embedding
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
     from fusedops.ops.swiglu import swiglu
+    from fusedops.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 _flops.register()
 _backends.start()
@@ -61,6 +63,7 @@ _tag_compiled_code()
 
 __all__ = [
     "RoutingPlan",
+    "TokenLogprobs",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -80,6 +83,7 @@ __all__ = [
     "linear_act",
     "linear_cross_entropy",
     "linear_glu",
+    "linear_token_logprobs",
     "merge_attention",
     "mlp",
     "moe_capacity",
@@ -98,5 +102,6 @@ __all__ = [
     "routing_contexts",
     "scaled_masked_softmax",
     "swiglu",
+    "token_logprobs",
     "update_balancing_bias",
 ]
