@@ -12,6 +12,7 @@
 #include <cmath>
 #include <utility>
 
+#include "../common/exp2_vec.h"
 #include "../common/scratch.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
@@ -72,7 +73,7 @@ inline void scale_row(A* to, int64_t columns, const A* x, A factor) {
 
 template <typename A>
 inline void exponentiate_row(A* to, int64_t columns) {
-  map_rows(to, columns, [](const Vec<A>& x) { return x.exp(); }, to);
+  map_rows(to, columns, [](const Vec<A>& x) { return exp_unbiased(x); }, to);
 }
 
 template <typename A>
@@ -211,7 +212,7 @@ class DeltaChunk {
     std::fill(sums_ + count, sums_ + padded<A>(count), total);
     const auto decay_to = [&](A* to, int64_t tokens, A sum) {
       const V here(sum);
-      map_rows(to, tokens, [&](const V& x) { return (here - x).exp(); }, sums_);
+      map_rows(to, tokens, [&](const V& x) { return exp_unbiased(here - x); }, sums_);
     };
     decay_to(left, padded<A>(count), total);
     std::copy_n(sums_, padded<A>(count), rise);

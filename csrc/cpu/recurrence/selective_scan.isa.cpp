@@ -113,7 +113,7 @@ class Scan {
     const A *rates = rates_.data() + column, *b = b_.data() + t * layout_.depth;
     for (int64_t n = 0; n < call_.state_dim; ++n) {
       A* at = state + n * layout_.width + column;
-      const V decay = exp_of<A>(step * V::loadu(rates + n * layout_.width));
+      const V decay = exp_unbiased(step * V::loadu(rates + n * layout_.width));
       const V after = at::vec::fmadd(decay, V::loadu(at), added * V(b[n]));
       body(n, decay, after);
       after.store(at);

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../common/exp2_vec.h"
 #include "../common/scratch.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
@@ -93,8 +94,8 @@ class StateSpaceChunk {
     }
     for (int64_t i = 0; i < count; i += V::size()) {
       const V total = V::loadu(total_ + i);
-      total.exp().store(rise + i);
-      (V(sum) - total).exp().store(left + i);
+      exp_unbiased(total).store(rise + i);
+      exp_unbiased(V(sum) - total).store(left + i);
     }
     std::fill_n(decay_, depth, rise[count - 1]);
     for (int64_t i = 0; i < padded_size(count); ++i) {
@@ -111,7 +112,7 @@ class StateSpaceChunk {
       A *decay = decays + i * kLength, *score = scores + i * kLength;
       for (int64_t j = 0; j <= i; j += V::size()) {
         const int64_t lanes = i < count ? std::min<int64_t>(V::size(), i + 1 - j) : 0;
-        const V factor = (V(total_[i]) - V::loadu(total_ + j)).exp();
+        const V factor = exp_unbiased(V(total_[i]) - V::loadu(total_ + j));
         const V product = factor * V::loadu(products + i * kLength + j);
         V::set(V(A(0)), factor, lanes).store(decay + j);
         V::set(V(A(0)), product, lanes).store(score + j);
