@@ -179,6 +179,14 @@ def _head_dim(size: ModelSize) -> int:
     return size.hidden // size.heads
 
 
+def _twice_the_heads(size: ModelSize) -> int:
+    return 2 * size.heads
+
+
+def _all_layers(size: ModelSize) -> list[int]:
+    return list(range(size.layers))
+
+
 _HIDDEN, _LAYERS, _HEADS = attrgetter("hidden"), attrgetter("layers"), attrgetter("heads")
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -249,6 +257,44 @@ _OPT: dict[str, Any] = {"ffn_dim": _four_times, "word_embed_proj_dim": _HIDDEN, 
 _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 
+# Hybrid models: all layers but the last one of four have a recurrent mixer.
+_MIXED: dict[str, Any] = {
+    "layer_types": lambda size: [
+        "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(size.layers)
+    ]
+}
+_DELTA: dict[str, Any] = _MIXED | {
+    "linear_num_key_heads": lambda size: size.heads // 2,
+    "linear_num_value_heads": _HEADS,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_KIMI: dict[str, Any] = _MIXED | {
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": 64,
+    "num_key_value_heads": _HEADS,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "mlp_layer_types": lambda size: ["dense"] * size.layers,
+}
+_LFM2: dict[str, Any] = {
+    "layer_types": lambda size: [
+        "full_attention" if layer % 4 == 3 else "conv" for layer in range(size.layers)
+    ],
+    "block_auto_adjust_ff_dim": False,
+}
+_MAMBA2 = {"num_heads": _twice_the_heads, "head_dim": 64, "state_size": 64, "n_groups": 1}
+_BAMBA: dict[str, Any] = {
+    "mamba_n_heads": _twice_the_heads,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+}
+_BAMBA |= {"attn_layer_indices": lambda size: list(range(3, size.layers, 4))}
+
 FAMILIES = {
     entry.name: entry
     for entry in (
@@ -269,6 +315,12 @@ FAMILIES = {
         _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
         _encoder("roberta", "Roberta"),
         _encoder("distilbert", "DistilBert", _DISTILBERT),
+        _gated("qwen3_next", "Qwen3Next", **_DELTA, mlp_only_layers=_all_layers),
+        _gated("kimi_linear", "KimiLinear", **_KIMI),
+        _gated("bamba", "Bamba", **_BAMBA),
+        _causal("mamba2", "Mamba2", **_MAMBA2),
+        _causal("falcon_mamba", "FalconMamba"),
+        _gated("lfm2", "Lfm2", **_LFM2),
     )
 }
 # What is measured unless families are named.
