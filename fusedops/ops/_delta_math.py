@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from fusedops._core import dtypes
 from fusedops.kernels._arguments import DeltaRuleArguments
@@ -131,9 +132,10 @@ def _inputs(call: DeltaRuleArguments, part: slice) -> _Inputs:
 def _input_gradients(call: DeltaRuleArguments, part: slice, grads: _Inputs) -> tuple[Tensor, ...]:
     """Return gradients of the arguments from those of ``_inputs``."""
     query, key, value, gate, beta = grads
+    groups = call.value.shape[2] // max(1, call.key.shape[2])
     of_arguments = []
     for given, grad in ((call.query, query * call.scale), (call.key, key)):
-        grad = grad.unflatten(1, (given.shape[2], -1)).sum(2)
+        grad = grad.unflatten(1, (given.shape[2], groups)).sum(2)
         if call.qk_norm:
             wide = given[:, part].transpose(1, 2).to(grad.dtype)
             factor = _factor(wide)
@@ -205,21 +207,39 @@ def _chunk_backward(
     grad_scores = (grad_output @ new.mT).tril()
     grad_beta = (grad_right * rest).sum(-1) + (grad_keys * keys).sum(-1)
     # The key as a row has the factor exp(G), as a column exp(-G).
-    query_rows, columns = _products_backward(grad_scores, query, key, decay)
-    key_rows, key_columns = _products_backward(grad_keys * beta, key, key, decay)
-    grad_query = query_rows + (grad_output @ state.mT) * rise
-    key_rows = key_rows - (grad_value @ state.mT) * rise
-    key_columns = key_columns + columns + (new @ grad_after.mT) * left
-    grad_total = query * grad_query + key * (key_rows - key_columns)
-    of_last = (_after(inputs, chunk, state) * grad_after).sum(-1)
-    grad_total = torch.cat([grad_total[:, :, :-1], grad_total[:, :, -1:] + of_last[:, :, None]], 2)
-    if gate.shape[-1] == 1:
-        grad_total = grad_total.sum(-1, keepdim=True)
-    grad_gate = grad_total.flip(2).cumsum(2).flip(2)
+    query_rows, key_rows = (grad_output @ state.mT) * rise, -(grad_value @ state.mT) * rise
+    columns = (new @ grad_after.mT) * left
+    grad_gate = _gate_gradient(inputs, chunk, grad_scores, grad_keys * beta)
+    of_rows = query * query_rows + key * key_rows
+    of_states = (state * grad_after).sum(-1)[:, :, None] * rise[:, :, -1:]
+    of_tokens = of_rows.flip(2).cumsum(2).flip(2) + of_states
+    of_tokens = of_tokens + functional.pad(key * columns, (0, 0, 1, -1)).cumsum(2)
+    grad_gate = grad_gate + (of_tokens if gate.shape[-1] > 1 else of_tokens.sum(-1, keepdim=True))
+    query_more, query_columns = _products_backward(grad_scores, query, key, decay)
+    key_more, key_columns = _products_backward(grad_keys * beta, key, key, decay)
     grad_state = (
         grad_after * rise[:, :, -1, :, None]
         + (query * rise).mT @ grad_output
         - (key * rise).mT @ grad_value
     )
-    grads = _Inputs(grad_query, key_rows + key_columns, grad_value, grad_gate, grad_beta[..., None])
+    grad_key = key_rows + key_more + columns + query_columns + key_columns
+    grads = _Inputs(query_rows + query_more, grad_key, grad_value, grad_gate, grad_beta[..., None])
     return grads, grad_state
+
+
+def _gate_gradient(
+    inputs: _Inputs, chunk: _Chunk, grad_scores: Tensor, grad_keys: Tensor
+) -> Tensor:
+    """Return what the gates get of the products of tokens of the chunk.
+
+    A gate decays the products of its token and later rows with earlier columns. Sums of these
+    alone do not cancel, as the difference of what rows and columns get would.
+    """
+    query, key = inputs.query.unsqueeze(3), inputs.key.unsqueeze(3)
+    if inputs.gate.shape[-1] == 1:
+        pairs = (grad_scores * chunk.scores + grad_keys * chunk.keys)[..., None]
+    else:
+        rows = grad_scores[..., None] * query + grad_keys[..., None] * key
+        pairs = rows * inputs.key.unsqueeze(2) * chunk.decay
+    from_row = pairs.flip(2).cumsum(2).flip(2)
+    return from_row.movedim(-1, 2).tril(-1).sum(-1).mT
