@@ -6,6 +6,7 @@ Imports no Triton. In sharding rules specs stand for the tensors.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,6 +67,24 @@ class CausalConv1dArguments(NamedTuple):
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     activation: str
+
+
+class StateSpaceArguments(NamedTuple):
+    """Of ``fusedops::selective_state_space``; selective_scan has the same but for the bounds."""
+
+    input: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    dt_softplus: bool
+    dt_min: float = 0.0
+    dt_max: float = math.inf
 
 
 class GroupedArguments(NamedTuple):

@@ -55,6 +55,7 @@ with without_garbage_collection():
     from fusedops.ops.rms_norm import rms_norm
     from fusedops.ops.rotary_embedding import rotary_embedding
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
+    from fusedops.ops.selective_state_space import selective_state_space
     from fusedops.ops.swiglu import swiglu
 
 _flops.register()
@@ -101,6 +102,7 @@ __all__ = [
     "rotary_embedding",
     "routing_contexts",
     "scaled_masked_softmax",
+    "selective_state_space",
     "swiglu",
     "update_balancing_bias",
 ]

@@ -149,6 +149,17 @@ def _quantized_linear_backward(grad: _Shape, *args: Any, **__: Any) -> int:
     return 2 * prod(grad) * int(in_features) * int(mask[0])
 
 
+def _selective_state_space(*args: Any, **__: Any) -> int:
+    input, _, _, B, *_ = args
+    # The state of each token is written and read.
+    return 4 * prod(input) * B[3]
+
+
+def _selective_state_space_backward(*args: Any, **__: Any) -> int:
+    # The states again, and the gradients of input, B, C and the state.
+    return 5 * _selective_state_space(*args[2:]) // 2
+
+
 _FORMULAE = {
     "linear_act": (_linear, _linear_backward),
     "linear_glu": (_linear_glu, _linear_glu_backward),
@@ -163,6 +174,7 @@ _FORMULAE = {
     "attention": (_attention, _attention_backward),
     "attention_decode": (_attention, None),
     "gated_delta_rule": (_delta_rule, _delta_rule_backward),
+    "selective_state_space": (_selective_state_space, _selective_state_space_backward),
 }
 _OF_TENSORS = {"attention_varlen": (_attention_varlen, _attention_varlen_backward)}
 

@@ -1,0 +1,79 @@
+// Interface between the binding of selective_state_space and its kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../../common/dtype.h"
+#include "../../common/isa.h"
+
+namespace fusedops {
+
+// Rows of tokens with contiguous columns; rows lie `stride` elements apart.
+struct TokenRows {
+  const void* data;  // or null
+  int64_t stride;
+};
+
+// Steps, parameters and states have the accumulation dtype, other tensors `dtype`.
+struct StateSpace {
+  TokenRows input;            // [tokens, heads * head_dim]
+  TokenRows b;                // [tokens, groups * state_dim]
+  TokenRows c;                // as b
+  TokenRows z;                // as input, or null
+  const void* steps;          // [tokens, heads]
+  const void* a;              // [heads]
+  const void* d;              // [heads] or null
+  const void* initial_state;  // [sequences, heads, head_dim, state_dim] or null
+  const int64_t* starts;      // [sequences + 1] rows
+  int64_t sequences;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t groups;
+  int64_t state_dim;
+  DType dtype;
+
+  int64_t tokens() const { return starts[sequences]; }
+  bool of_single_tokens() const {
+    for (int64_t n = 0; n < sequences; ++n) {
+      if (starts[n + 1] - starts[n] != 1) return false;
+    }
+    return true;
+  }
+  int64_t state_size() const { return head_dim * state_dim; }
+  // Heads of a task, all of one group. Their number shows in the bits of the gradients of b and c:
+  // it depends on the heads alone.
+  int64_t heads_per_task() const {
+    return std::min(heads / groups, std::clamp<int64_t>(heads / 8, 1, 8));
+  }
+  int64_t tasks_per_group() const {
+    return (heads / groups + heads_per_task() - 1) / heads_per_task();
+  }
+};
+
+struct StateSpaceForward {
+  StateSpace call;
+  void* output;  // dense rows
+  void* state;
+};
+
+struct StateSpaceBackward {
+  StateSpace call;
+  TokenRows grad_output;     // or null
+  const void* grad_state;    // or null
+  void* grad_input;          // dense rows
+  void* grad_z;              // dense rows, or null
+  void* grad_b;              // dense rows
+  void* grad_c;              // dense rows
+  void* grad_steps;          // [tokens, heads]
+  void* grad_initial_state;  // or null
+  void* grad_a;              // [heads]
+  void* grad_d;              // [heads]
+  void* shares;  // of b and c: [2, tasks_per_group, tokens, groups * state_dim], accumulation dtype
+  void* per_sequence;  // of a and d: [2, sequences, heads], accumulation dtype
+};
+
+}  // namespace fusedops
+
+FUSEDOPS_DECLARE_ISA(selective_state_space_forward, const StateSpaceForward&)
+FUSEDOPS_DECLARE_ISA(selective_state_space_backward, const StateSpaceBackward&)
