@@ -25,14 +25,11 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
     with_others,
 )
-from fusedops.integrations.hf.rules.mixer_functions import (
-    ACTIVATIONS,
-    FUNCTIONS,
-    WIDTHS,
-    MixerFunction,
-)
+from fusedops.integrations.hf.rules import mixer_functions, state_space_functions
+from fusedops.integrations.hf.rules.mixer_functions import ACTIVATIONS, WIDTHS, MixerFunction
 from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, subclass
 
+FUNCTIONS = mixer_functions.FUNCTIONS | state_space_functions.FUNCTIONS
 _CONVOLUTION = "causal_conv1d"
 # Arguments that say where packed sequences end: transformers ignores or (5.24) refuses them.
 _ENDS = ("cu_seqlens", "seq_idx")
