@@ -50,7 +50,8 @@ def _of_pairs(
 
     def read(row: torch.Tensor, t: int) -> torch.Tensor:
         earlier = changes.shape[1]
-        decay = (total[:, t : t + 1] - total[:, :earlier]).exp()
+        between = total[:, t : t + 1] - total[:, :t]
+        decay = torch.cat([between, torch.zeros_like(total[:, :1])], 1)[:, :earlier].exp()
         weights = (row[:, None] * key[:, :earlier] * decay).sum(-1, keepdim=True)
         of_state = (state * (row * total[:, t].exp())[..., None]).sum(2)
         return of_state + (weights * changes).sum(1)

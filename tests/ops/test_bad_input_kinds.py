@@ -188,6 +188,8 @@ CASES = [
     ("moe_pack", "every_token", {"span": to(3)}, "span"),
     ("moe_unpack", "rows", {"layout": first(0)}, "layout"),
     ("moe_unpack", "rows", {"layout": to([24, 40, 2**40, 2**40 + 16])}, "payload"),
+    ("gated_delta_rule", "packed", {"cu_seqlens": first(-1)}, "cu_seqlens"),
+    ("gated_delta_rule_backward", "packed", {"cu_seqlens": first(22)}, "cu_seqlens"),
     ("moe_route", "plain", {"top_k": to(0)}, "top_k"),
     ("moe_route", "plain", {"num_groups": to(0)}, "num_groups"),
     ("moe_route", "plain", {"topk_groups": to(-2)}, "topk_groups"),
