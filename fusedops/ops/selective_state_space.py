@@ -140,7 +140,8 @@ def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grads, call, _, output_mask = of_backward(StateSpaceArguments, args, incoming=2)
     found = list(_scan_math.backward(call._replace(A=call.A[:, None]), *grads))
     found[2] = found[2].squeeze(1)
-    triples = zip(found, call, output_mask, strict=False)
+    tensors: tuple[Any, ...] = call[:9]
+    triples = zip(found, tensors, output_mask, strict=True)
     return tuple(
         grad.to(given.dtype).contiguous() if on and given is not None else None
         for grad, given, on in triples

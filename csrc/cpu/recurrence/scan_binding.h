@@ -16,21 +16,30 @@
 
 namespace fusedops {
 
+using Maybe = std::optional<at::Tensor>;
+
+inline TokenRows rows_of(const at::Tensor& rows) {
+  return {data(rows), rows.defined() ? rows.stride(0) : 0};
+}
+
+inline at::Tensor maybe_rows(const Maybe& tensor, at::ScalarType type) {
+  return tensor.has_value() && tensor->defined() ? token_rows(tensor->to(type)) : at::Tensor();
+}
+
 // A parameter as a dense tensor of a wider dtype, or undefined.
-inline at::Tensor widened(const std::optional<at::Tensor>& tensor, at::ScalarType type) {
+inline at::Tensor widened(const Maybe& tensor, at::ScalarType type) {
   return tensor.has_value() && tensor->defined() ? tensor->to(type).contiguous() : at::Tensor();
 }
 
 // A gradient in the dtype of its tensor where it was asked for.
-inline at::Tensor narrowed(const at::Tensor& grad, const std::optional<at::Tensor>& tensor,
-                           bool wanted) {
+inline at::Tensor narrowed(const at::Tensor& grad, const Maybe& tensor, bool wanted) {
   return wanted ? grad.to(tensor->scalar_type()) : at::Tensor();
 }
 
 // Steps from dt, and the gradient of dt from theirs.
 struct Steps {
-  Steps(const at::Tensor& dt_in, const std::optional<at::Tensor>& bias_in, at::ScalarType type,
-        bool softplus, double least, double most)
+  Steps(const at::Tensor& dt_in, const Maybe& bias_in, at::ScalarType type, bool softplus,
+        double least, double most)
       : dt(widened(dt_in, type)), bias(widened(bias_in, type)), steps(at::empty_like(dt)) {
     call = {data(dt), data(bias),  dt.size(0) * dt.size(1), dt.size(2), softplus, least,
             most,     dtype_of(dt)};

@@ -9,6 +9,12 @@
 
 namespace fusedops {
 
+// Rows of tokens with contiguous columns; rows lie `stride` elements apart.
+struct TokenRows {
+  const void* data;  // or null
+  int64_t stride;
+};
+
 struct ScanSteps {
   const void* dt;    // [rows, columns]
   const void* bias;  // [columns] or null

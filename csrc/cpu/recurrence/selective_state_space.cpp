@@ -18,16 +18,6 @@
 namespace fusedops {
 namespace {
 
-using Maybe = std::optional<at::Tensor>;
-
-TokenRows rows_of(const at::Tensor& rows) {
-  return {data(rows), rows.defined() ? rows.stride(0) : 0};
-}
-
-at::Tensor maybe_rows(const Maybe& tensor, at::ScalarType type) {
-  return tensor.has_value() && tensor->defined() ? token_rows(tensor->to(type)) : at::Tensor();
-}
-
 // The arguments as the kernels read them.
 struct Arguments {
   Arguments(const at::Tensor& input_in, const at::Tensor& dt, const at::Tensor& a_in,

@@ -6,14 +6,9 @@
 
 #include "../../common/dtype.h"
 #include "../../common/isa.h"
+#include "scan_steps.h"
 
 namespace fusedops {
-
-// Rows of tokens with contiguous columns; rows lie `stride` elements apart.
-struct TokenRows {
-  const void* data;  // or null
-  int64_t stride;
-};
 
 // Steps, parameters and states have the accumulation dtype, other tensors `dtype`.
 struct StateSpace {

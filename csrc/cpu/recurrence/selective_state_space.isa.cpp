@@ -100,8 +100,9 @@ class Forward {
   explicit Forward(const StateSpaceForward& f)
       : f_(f),
         chunk_(f.call),
-        states_(f.call.heads_per_task() * size()),
-        rows_(size()),
+        layout_(f.call.head_dim, f.call.state_dim),
+        states_(f.call.heads_per_task() * layout_.size()),
+        rows_(layout_.size()),
         outputs_(kChunkTokens * chunk_.width) {}
 
   void run(int64_t sequence, int64_t first_head, int64_t num_heads) {
@@ -116,11 +117,8 @@ class Forward {
     const int64_t place = (sequence * a.heads + first_head) * a.state_size();
     const auto* initial = static_cast<const A*>(a.initial_state);
     for (int64_t h = 0; h < num_heads; ++h) {
-      if (initial != nullptr) {
-        load_state<T>(chunk_, a, initial + place + h * a.state_size(), rows_.data(), state(h));
-      } else if (begin == end) {
-        std::fill_n(state(h), size(), A(0));
-      }
+      const A* from = initial == nullptr ? nullptr : initial + place + h * a.state_size();
+      layout_.load(from, a.head_dim, rows_.data(), state(h));
     }
     for (int64_t row = begin; row < end; row += kChunkTokens) {
       const int64_t tokens = std::min(kChunkTokens, end - row);
@@ -130,13 +128,12 @@ class Forward {
     }
     A* last = static_cast<A*>(f_.state) + place;
     for (int64_t h = 0; h < num_heads; ++h) {
-      store_state<T>(chunk_, a, state(h), rows_.data(), last + h * a.state_size());
+      layout_.store(state(h), a.head_dim, rows_.data(), last + h * a.state_size());
     }
   }
 
  private:
-  int64_t size() const { return chunk_.width * chunk_.depth; }
-  A* state(int64_t h) { return states_.data() + h * size(); }
+  A* state(int64_t h) { return states_.data() + h * layout_.size(); }
 
   void run_chunk(int64_t head, A* state, bool has_state) {
     chunk_.load_head(head);
@@ -150,6 +147,7 @@ class Forward {
 
   const StateSpaceForward& f_;
   StateSpaceChunk<T> chunk_;
+  const StateLayout<A> layout_;
   Scratch<A> states_, rows_, outputs_;
 };
 

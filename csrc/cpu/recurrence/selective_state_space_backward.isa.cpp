@@ -32,6 +32,7 @@ class Backward {
       : f_(f),
         a_(f.call),
         chunk_(f.call),
+        layout_(f.call.head_dim, f.call.state_dim),
         width_(chunk_.width),
         depth_(chunk_.depth),
         memory_(L * (5 * width_ + 3 * depth_ + 2 * L + 2) + 2 * size() + width_ * L),
@@ -61,12 +62,9 @@ class Backward {
     group_ = first_head / (a_.heads / a_.groups);
     for (int64_t h = 0; h < num_heads; ++h) {
       of_a(sequence, first_head + h) = of_d(sequence, first_head + h) = A(0);
-      if (f_.grad_state == nullptr) {
-        std::fill_n(grad_state(h), size(), A(0));
-      } else {
-        const A* from = static_cast<const A*>(f_.grad_state) + place + h * a_.state_size();
-        load_state<T>(chunk_, a_, from, state_rows_, grad_state(h));
-      }
+      const A* from = static_cast<const A*>(f_.grad_state);
+      if (from != nullptr) from += place + h * a_.state_size();
+      layout_.load(from, a_.head_dim, state_rows_, grad_state(h));
     }
     const int64_t chunks = (end - begin + L - 1) / L;
     compute_states(begin, chunks, first_head, num_heads, place);
@@ -85,12 +83,12 @@ class Backward {
     if (f_.grad_initial_state == nullptr) return;
     for (int64_t h = 0; h < num_heads; ++h) {
       A* to = static_cast<A*>(f_.grad_initial_state) + place + h * a_.state_size();
-      store_state<T>(chunk_, a_, grad_state(h), state_rows_, to);
+      layout_.store(grad_state(h), a_.head_dim, state_rows_, to);
     }
   }
 
  private:
-  int64_t size() const { return width_ * depth_; }
+  int64_t size() const { return layout_.size(); }
   A* grad_state(int64_t h) { return grad_states_.data() + h * size(); }
   A* state(int64_t chunk, int64_t h, int64_t num_heads) {
     return states_.data() + (chunk * num_heads + h) * size();
@@ -112,8 +110,8 @@ class Backward {
     states_.resize(std::max<size_t>(states_.size(), chunks * num_heads * size()));
     const auto* initial = static_cast<const A*>(a_.initial_state);
     for (int64_t h = 0; chunks > 0 && initial != nullptr && h < num_heads; ++h) {
-      load_state<T>(chunk_, a_, initial + place + h * a_.state_size(), state_rows_,
-                    state(0, h, num_heads));
+      layout_.load(initial + place + h * a_.state_size(), a_.head_dim, state_rows_,
+                   state(0, h, num_heads));
     }
     for (int64_t number = 0; number + 1 < chunks; ++number) {
       chunk_.load_b(begin + number * L, L, group_);
@@ -310,6 +308,7 @@ class Backward {
   const StateSpaceBackward& f_;
   const StateSpace& a_;
   StateSpaceChunk<T> chunk_;
+  const StateLayout<A> layout_;
   const int64_t width_, depth_;
   int64_t group_ = 0;
   Scratch<A> memory_, grad_states_, states_;
@@ -322,17 +321,12 @@ template <typename T>
 void add_parts(const StateSpaceBackward& f) {
   using A = Acc<T>;
   const StateSpace& a = f.call;
-  const int64_t columns = a.groups * a.state_dim, all = a.tokens() * columns;
-  const int64_t parts = a.tasks_per_group();
-  const auto bytes = static_cast<int64_t>((parts + 1) * columns * sizeof(A));
-  parallel_rows(a.tokens(), bytes, [&](int64_t begin, int64_t end) {
-    const A* from = static_cast<const A*>(f.shares) + begin * columns;
-    for (void* to : {f.grad_b, f.grad_c}) {
-      sum_partials(from, parts, all, (end - begin) * columns,
-                   static_cast<T*>(to) + begin * columns);
-      from += parts * all;
-    }
-  });
+  const int64_t columns = a.groups * a.state_dim, parts = a.tasks_per_group();
+  const A* shares = static_cast<const A*>(f.shares);
+  for (void* to : {f.grad_b, f.grad_c}) {
+    add_token_parts<T>(shares, parts, a.tokens(), columns, to);
+    shares += parts * a.tokens() * columns;
+  }
   const auto* sums = static_cast<const A*>(f.per_sequence);
   sum_partials(sums, a.sequences, a.heads, a.heads, static_cast<A*>(f.grad_a));
   sum_partials(sums + a.sequences * a.heads, a.sequences, a.heads, a.heads,

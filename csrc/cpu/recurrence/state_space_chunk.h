@@ -17,42 +17,13 @@
 #include "../common/scratch.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
+#include "scan_rows.h"
 #include "selective_state_space.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kChunkTokens = 64;
-
-inline int64_t padded_size(int64_t count) {
-  return (count + 15) / 16 * 16;
-}
-
-// A row of memory to a padded row of its own, zeros after it.
-template <typename T>
-inline void load_row(const T* from, int64_t columns, Acc<T>* to) {
-  for_each_vector<Vec<T>::size()>(columns, [&](int64_t c, int64_t count, auto full) {
-    load_vec(from + c, count, full).store(to + c);
-  });
-  std::fill(to + columns, to + padded_size(columns), Acc<T>(0));
-}
-
-template <typename A>
-inline A dot_row(const A* x, const A* y, int64_t columns) {
-  Vec<A> sum(A(0));
-  for_each_vector<Vec<A>::size()>(columns, [&](int64_t c, int64_t count, auto full) {
-    sum = at::vec::fmadd(load_vec(x + c, count, full), load_vec(y + c, count, full), sum);
-  });
-  return sum_lanes(sum);
-}
-
-// to = factor * from, for whole vectors of a padded row; `from` may be `to`.
-template <typename A>
-inline void scale_row(A factor, const A* from, int64_t columns, A* to) {
-  for (int64_t c = 0; c < columns; c += Vec<A>::size()) {
-    (Vec<A>(factor) * Vec<A>::loadu(from + c)).store(to + c);
-  }
-}
 
 template <typename T>
 class StateSpaceChunk {
@@ -208,31 +179,6 @@ class StateSpaceChunk {
   Scratch<A> memory_;
   A *b_columns_, *total_, *decay_;
 };
-
-// A state of memory, [head_dim, state_dim], to one of a chunk or back, by way of `rows`, which has
-// room for a padded one.
-template <typename T>
-inline void load_state(const StateSpaceChunk<T>& chunk, const StateSpace& call, const Acc<T>* from,
-                       Acc<T>* rows, Acc<T>* to) {
-  for (int64_t p = 0; p < chunk.width; ++p) {
-    Acc<T>* row = rows + p * chunk.depth;
-    if (p < call.head_dim) {
-      load_row(from + p * call.state_dim, call.state_dim, row);
-    } else {
-      std::fill_n(row, chunk.depth, Acc<T>(0));
-    }
-  }
-  transpose_small(rows, chunk.depth, chunk.width, chunk.depth, to, chunk.width);
-}
-
-template <typename T>
-inline void store_state(const StateSpaceChunk<T>& chunk, const StateSpace& call, const Acc<T>* from,
-                        Acc<T>* rows, Acc<T>* to) {
-  transpose_small(from, chunk.width, chunk.depth, chunk.width, rows, chunk.depth);
-  for (int64_t p = 0; p < call.head_dim; ++p) {
-    std::copy_n(rows + p * chunk.depth, call.state_dim, to + p * call.state_dim);
-  }
-}
 
 }  // namespace
 }  // namespace fusedops::CPU_CAPABILITY
