@@ -287,7 +287,12 @@ _LFM2: dict[str, Any] = {
     ],
     "block_auto_adjust_ff_dim": False,
 }
-_MAMBA2 = {"num_heads": _twice_the_heads, "head_dim": 64, "state_size": 64, "n_groups": 1}
+_MAMBA2: dict[str, Any] = {
+    "num_heads": _twice_the_heads,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 1,
+}
 _BAMBA: dict[str, Any] = {
     "mamba_n_heads": _twice_the_heads,
     "mamba_d_head": 64,
