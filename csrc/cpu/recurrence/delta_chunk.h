@@ -53,10 +53,27 @@ inline const T* row_of(const DeltaRows& rows, int64_t entry, int64_t token, int6
          head * rows.strides[2];
 }
 
-// y[i] = f(x[i]) for whole vectors of rows that are padded.
-template <typename A, typename F>
-inline void map_row(const A* x, A* y, int64_t columns, const F& f) {
-  for (int64_t c = 0; c < columns; c += Vec<A>::size()) f(Vec<A>::loadu(x + c)).store(y + c);
+// to = f(from...) for whole vectors of rows that are padded.
+template <typename A, typename F, typename... Rows>
+inline void map_rows(A* to, int64_t columns, const F& f, const Rows*... from) {
+  for (int64_t c = 0; c < columns; c += Vec<A>::size()) f(Vec<A>::loadu(from + c)...).store(to + c);
+}
+
+// to = x * y, and to = x * factor.
+template <typename A>
+inline void multiply_rows(A* to, int64_t columns, const A* x, const A* y) {
+  map_rows(to, columns, [](const Vec<A>& a, const Vec<A>& b) { return a * b; }, x, y);
+}
+
+template <typename A>
+inline void scale_row(A* to, int64_t columns, const A* x, A factor) {
+  const Vec<A> wide(factor);
+  map_rows(to, columns, [&](const Vec<A>& a) { return a * wide; }, x);
+}
+
+template <typename A>
+inline void exponentiate_row(A* to, int64_t columns) {
+  map_rows(to, columns, [](const Vec<A>& x) { return exp_of<A>(x); }, to);
 }
 
 template <typename A>
@@ -83,37 +100,7 @@ class DeltaChunk {
   using A = Acc<T>;
   using V = Vec<A>;
 
-  DeltaChunk(const DeltaRule& call, int64_t most_tokens)
-      : key_size(padded<A>(call.key_dim)),
-        most(most_tokens),
-        call_(call),
-        memory_(most * (6 * key_size + 6 * most + 6) + key_size +
-                (call.per_channel ? most + 3 : 0) * most * key_size) {
-    A* next = memory_.data();
-    const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
-    query = take(most * key_size);
-    key = take(most * key_size);
-    read = take(2 * most * key_size);
-    written = take(most * key_size);
-    keys_ = take(most * key_size);
-    dots_ = take(2 * most * most);
-    decays = take(most * most);
-    keys_by_keys = take(most * most);
-    scores = take(most * most);
-    system = take(most * most);
-    beta = take(most);
-    query_factors = take(most);
-    key_factors = take(most);
-    rise = take(most);
-    left = take(most);
-    sums_ = take(most);
-    state_decay = take(key_size);
-    if (!call.per_channel) return;
-    token_decay = take(most * key_size);
-    rise_rows = take(most * key_size);
-    left_rows = take(most * key_size);
-    decayed_ = take(most * most * key_size);
-  }
+  DeltaChunk(const DeltaRule& call, int64_t most_tokens) : call_(call), most(most_tokens) {}
 
   // Reads the queries and keys of `tokens` tokens of a key head.
   void load_keys(int64_t entry, int64_t first, int64_t tokens, int64_t key_head) {
@@ -150,9 +137,7 @@ class DeltaChunk {
       load_gates(gate_of(at));
     }
     for (int64_t i = 0; i < count; ++i) {
-      const V rate(beta[i]);
-      map_row(keys_by_keys + i * most, system + i * most, padded<A>(i + 1),
-              [&](const V& x) { return x * rate; });
+      scale_row(system + i * most, padded<A>(i + 1), keys_by_keys + i * most, beta[i]);
     }
     for (int64_t i = count; i < rows; ++i) {
       for (A* matrix : {scores, keys_by_keys, decays, system}) {
@@ -173,22 +158,18 @@ class DeltaChunk {
     } else {
       std::fill(state_decay, state_decay + key_size, *gate_of(at));
     }
-    map_row(state_decay, state_decay, key_size, [](const V& x) { return exp_of<A>(x); });
+    exponentiate_row(state_decay, key_size);
   }
 
   // The keys up to token i, each with the decay of the tokens after it up to i.
   A* decayed(int64_t i) const { return decayed_ + i * most * key_size; }
 
-  // Multiplies row i of `from` by a number, or by a row of channels where there are such.
-  void scale_row(int64_t i, const A* from, A* to, const A* of_rows, const A* of_channels) const {
-    const A* x = from + i * key_size;
-    if (of_channels == nullptr) {
-      const V factor(of_rows[i]);
-      map_row(x, to, key_size, [&](const V& value) { return value * factor; });
-      return;
-    }
-    for (int64_t c = 0; c < key_size; c += V::size()) {
-      (V::loadu(x + c) * V::loadu(of_channels + i * key_size + c)).store(to + c);
+  // Multiplies a row of token i by a number, or by a row of channels with a gate for each.
+  void scale(int64_t i, const A* x, A* to, const A* of_tokens, const A* of_channels) const {
+    if (!call_.per_channel) {
+      scale_row(to, key_size, x, of_tokens[i]);
+    } else {
+      multiply_rows(to, key_size, x, of_channels + i * key_size);
     }
   }
 
@@ -197,18 +178,6 @@ class DeltaChunk {
   A* read_keys() const { return read; }
   A* read_queries() const { return read + rows * key_size; }
 
-  // Sizes of rows: of keys in memory, and of matrices over tokens.
-  const int64_t key_size, most;
-  int64_t count = 0, rows = 0;  // tokens, and with padding
-  A *query, *key, *read, *written;
-  A* decays;                              // exp(G[i] - G[j]), with a gate per head
-  A *keys_by_keys, *system, *scores;      // A without beta, A and P
-  A *beta, *query_factors, *key_factors;  // the factors are those of the norms
-  A *rise, *left;                         // exp(G) and exp(G[last] - G), with a gate per head
-  A* state_decay;                         // exp(G[last]) of each channel
-  A* token_decay = nullptr;               // with a gate per channel
-  A *rise_rows = nullptr, *left_rows = nullptr;  // the same
-
  private:
   void load(const DeltaRows& source, int64_t entry, int64_t first, int64_t head, A scale, A* to,
             A* factors) const {
@@ -216,8 +185,7 @@ class DeltaChunk {
       A* row = to + i * key_size;
       widen_row(row_of<T>(source, entry, first + i, head), call_.key_dim, row);
       factors[i] = call_.qk_norm ? 1 / std::sqrt(dot(row, row, key_size) + A(1e-6)) : A(1);
-      const V factor(factors[i] * scale);
-      map_row(row, row, key_size, [&](const V& x) { return x * factor; });
+      scale_row(row, key_size, row, factors[i] * scale);
     }
     if (most > 1) std::fill(to + count * key_size, to + padded<A>(count) * key_size, A(0));
   }
@@ -228,9 +196,10 @@ class DeltaChunk {
 
   void scale_rows() const {
     for (int64_t i = 0; i < count; ++i) {
-      scale_row(i, key, read_keys() + i * key_size, rise, rise_rows);
-      scale_row(i, query, read_queries() + i * key_size, rise, rise_rows);
-      scale_row(i, key, written + i * key_size, left, left_rows);
+      const int64_t at = i * key_size;
+      scale(i, key + at, read_keys() + at, rise, rise_rows);
+      scale(i, query + at, read_queries() + at, rise, rise_rows);
+      scale(i, key + at, written + at, left, left_rows);
     }
     for (A* matrix : {read_keys(), read_queries(), written}) {
       std::fill(matrix + count * key_size, matrix + rows * key_size, A(0));
@@ -241,22 +210,20 @@ class DeltaChunk {
     A total = 0;
     for (int64_t i = 0; i < count; ++i) sums_[i] = total += gate[i * call_.heads];
     std::fill(sums_ + count, sums_ + padded<A>(count), total);
-    const V last(total);
-    const auto exponential = [](const V& x) { return exp_of<A>(x); };
-    map_row(sums_, rise, padded<A>(count), exponential);
-    map_row(sums_, left, padded<A>(count), [&](const V& x) { return exp_of<A>(last - x); });
+    const auto decay_to = [&](A* to, int64_t tokens, A sum) {
+      const V here(sum);
+      map_rows(to, tokens, [&](const V& x) { return exp_of<A>(here - x); }, sums_);
+    };
+    decay_to(left, padded<A>(count), total);
+    std::copy_n(sums_, padded<A>(count), rise);
+    exponentiate_row(rise, padded<A>(count));
     std::fill(state_decay, state_decay + key_size, rise[count - 1]);
     scale_rows();
     for (int64_t i = 0; i < count; ++i) {
-      const V here(sums_[i]);
-      const A *of_keys = dots_ + i * most, *of_queries = of_keys + most * most;
-      for (int64_t j = 0; j <= i; j += V::size()) {
-        const V decay = exp_of<A>(here - V::loadu(sums_ + j));
-        const int64_t at = i * most + j;
-        decay.store(decays + at);
-        (V::loadu(of_keys + j) * decay).store(keys_by_keys + at);
-        (V::loadu(of_queries + j) * decay).store(scores + at);
-      }
+      const int64_t at = i * most, columns = padded<A>(i + 1);
+      decay_to(decays + at, columns, sums_[i]);
+      multiply_rows(keys_by_keys + at, columns, dots_ + at, decays + at);
+      multiply_rows(scores + at, columns, dots_ + most * most + at, decays + at);
     }
   }
 
@@ -264,27 +231,24 @@ class DeltaChunk {
     for (int64_t i = 0; i < count; ++i) {
       A* decay = token_decay + i * key_size;
       widen_row(gate + i * call_.heads * call_.key_dim, call_.key_dim, decay);
-      map_row(decay, decay, key_size, [](const V& x) { return exp_of<A>(x); });
+      exponentiate_row(decay, key_size);
     }
-    const V one(A(1));
-    map_row(token_decay, rise_rows, key_size, [](const V& x) { return x; });
-    for (int64_t i = 1; i < count; ++i) {
-      scale_row(i - 1, rise_rows, rise_rows + i * key_size, nullptr, token_decay + key_size);
+    const int64_t last = (count - 1) * key_size;
+    std::copy_n(token_decay, key_size, rise_rows);
+    for (int64_t at = 0; at < last; at += key_size) {
+      const A* next = token_decay + at + key_size;
+      multiply_rows(rise_rows + at + key_size, key_size, rise_rows + at, next);
     }
-    A* after = left_rows + (count - 1) * key_size;
-    map_row(after, after, key_size, [&](const V&) { return one; });
-    for (int64_t i = count - 1; i > 0; --i) {
-      scale_row(i, left_rows, left_rows + (i - 1) * key_size, nullptr, token_decay);
+    std::fill_n(left_rows + last, key_size, A(1));
+    for (int64_t at = last; at > 0; at -= key_size) {
+      multiply_rows(left_rows + at - key_size, key_size, left_rows + at, token_decay + at);
     }
-    const A* last = rise_rows + (count - 1) * key_size;
-    std::copy(last, last + key_size, state_decay);
+    std::copy_n(rise_rows + last, key_size, state_decay);
     scale_rows();
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t j = 0; j < i; ++j) {
-        const A *before = decayed(i - 1) + j * key_size, *decay = token_decay + i * key_size;
-        for (int64_t c = 0; c < key_size; c += V::size()) {
-          (V::loadu(before + c) * V::loadu(decay + c)).store(decayed(i) + j * key_size + c);
-        }
+        const int64_t at = j * key_size;
+        multiply_rows(decayed(i) + at, key_size, decayed(i - 1) + at, token_decay + i * key_size);
       }
       std::copy_n(key + i * key_size, key_size, decayed(i) + i * key_size);
       for (int64_t j = 0; j <= i; ++j) {
@@ -295,9 +259,43 @@ class DeltaChunk {
     }
   }
 
+  A* take(int64_t size) { return std::exchange(next_, next_ + size); }
+
   const DeltaRule& call_;
-  Scratch<A> memory_;
-  A *decayed_ = nullptr, *keys_, *dots_, *sums_;  // keys transposed, keys and queries by keys, G
+
+ public:
+  const int64_t most;                                 // tokens: the rows of matrices over tokens
+  const int64_t key_size = padded<A>(call_.key_dim);  // of rows of queries and keys
+  int64_t count = 0, rows = 0;                        // tokens, and with padding
+
+ private:
+  const int64_t of_channels_ = call_.per_channel ? most * key_size : 0;
+  Scratch<A> memory_ =
+      Scratch<A>(6 * most * (key_size + most + 1) + key_size + (most + 3) * of_channels_);
+  A* next_ = memory_.data();
+  A* keys_ = take(most * key_size);  // transposed
+  A* dots_ = take(2 * most * most);  // keys and queries by keys
+  A* sums_ = take(most);             // G
+  A* decayed_ = take(most * of_channels_);
+
+ public:
+  A* query = take(most * key_size);
+  A* key = take(most * key_size);
+  A* read = take(2 * most * key_size);
+  A* written = take(most * key_size);
+  A* decays = take(most * most);        // exp(G[i] - G[j]), with a gate per head
+  A* keys_by_keys = take(most * most);  // A without beta
+  A* system = take(most * most);        // A
+  A* scores = take(most * most);        // P
+  A* beta = take(most);
+  A* query_factors = take(most);  // of the norms
+  A* key_factors = take(most);
+  A* rise = take(most);               // exp(G), with a gate per head
+  A* left = take(most);               // exp(G[last] - G)
+  A* rise_rows = take(of_channels_);  // the same with a gate per channel
+  A* left_rows = take(of_channels_);
+  A* token_decay = take(of_channels_);
+  A* state_decay = take(key_size);  // exp(G[last]) of each channel
 };
 
 }  // namespace

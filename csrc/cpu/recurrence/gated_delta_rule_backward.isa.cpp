@@ -19,37 +19,7 @@ class Backward {
   using V = Vec<A>;
 
  public:
-  explicit Backward(const DeltaRule& call)
-      : call_(call),
-        chunk_(call, chunk_tokens(call)),
-        groups_(call.heads / call.key_heads),
-        keys_(chunk_.key_size),
-        width_(padded<A>(call.value_dim)),
-        state_size_(keys_ * width_),
-        memory_((groups_ + 2) * state_size_ + chunk_.most * (6 * width_ + 7 * keys_) +
-                chunk_.most * (2 * chunk_.most + 1) + std::max(keys_, chunk_.most)) {
-    A* next = memory_.data();
-    const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
-    const int64_t most = chunk_.most;
-    grad_states_ = take(groups_ * state_size_);
-    transposed_ = take(state_size_);
-    grad_transposed_ = take(state_size_);
-    rest_ = take(most * width_);
-    changes_ = take(most * width_);
-    changes_transposed_ = take(most * width_);
-    incoming_ = take(2 * most * width_);
-    solved_ = take(most * width_);
-    grad_rows_ = take(2 * most * keys_);
-    grad_columns_ = take(most * keys_);
-    grad_query_ = take(most * keys_);
-    grad_key_ = take(most * keys_);
-    of_scores_ = take(most * most);
-    of_system_ = take(most * most);
-    grad_gates_ = take(most * keys_);
-    later_ = take(most * keys_);
-    crossing_ = take(most);
-    total_ = take(std::max(keys_, most));
-  }
+  explicit Backward(const DeltaRule& call) : call_(call), chunk_(call, chunk_tokens(call)) {}
 
   void run(int64_t sequence, int64_t key_head) {
     const Tokens tokens(call_, sequence);
@@ -169,9 +139,7 @@ class Backward {
     multiply_small<Shape::solve_upper>(
         product({chunk_.system, 1, most}, solved_, width_, rows, solved_, width_));
     for (int64_t i = 0; i < rows; ++i) {
-      const V beta(chunk_.beta[i]);
-      map_row(solved_ + i * width_, grad_values + i * width_, width_,
-              [&](const V& x) { return x * beta; });
+      scale_row(grad_values + i * width_, width_, solved_ + i * width_, chunk_.beta[i]);
     }
     if (call_.grad_value != nullptr) {
       T* to = static_cast<T*>(call_.grad_value) + at * call_.value_dim;
@@ -200,11 +168,11 @@ class Backward {
                            grad_columns_, keys_));
     A* const key_rows = grad_rows_ + rows * keys_;
     for (int64_t i = 0; i < count; ++i) {
-      chunk_.scale_row(i, grad_rows_, grad_rows_ + i * keys_, chunk_.rise, chunk_.rise_rows);
-      chunk_.scale_row(i, key_rows, key_rows + i * keys_, chunk_.rise, chunk_.rise_rows);
-      map_row(key_rows + i * keys_, key_rows + i * keys_, keys_,
-              [](const V& x) { return x.neg(); });
-      chunk_.scale_row(i, grad_columns_, grad_columns_ + i * keys_, chunk_.left, chunk_.left_rows);
+      const int64_t row = i * keys_;
+      chunk_.scale(i, grad_rows_ + row, grad_rows_ + row, chunk_.rise, chunk_.rise_rows);
+      chunk_.scale(i, key_rows + row, key_rows + row, chunk_.rise, chunk_.rise_rows);
+      scale_row(key_rows + row, keys_, key_rows + row, A(-1));
+      chunk_.scale(i, grad_columns_ + row, grad_columns_ + row, chunk_.left, chunk_.left_rows);
     }
     add_gates_of_state(state, grad_state);
     if (call_.per_channel) {
@@ -236,16 +204,13 @@ class Backward {
   // What the gates get of the state: a gate decays it for its token and all later ones, for what
   // earlier tokens of the chunk write, and for the next chunk.
   void add_gates_of_state(const A* state, const A* grad_state) {
-    const auto add_products = [&](A* sum, int64_t i, const A* x, const A* y) {
-      for (int64_t c = 0; c < keys_; c += V::size()) {
-        const V product = V::loadu(x + i * keys_ + c) * V::loadu(y + i * keys_ + c);
-        (V::loadu(sum + c) + product).store(sum + c);
-      }
+    const auto add_products = [&](const A* x, const A* y) {
+      map_rows(total_, keys_, at::vec::fmadd<A>, x, y, total_);
     };
     std::fill_n(total_, keys_, A(0));
     for (int64_t i = 0; i < chunk_.count; ++i) {
       std::copy_n(total_, keys_, grad_gates_ + i * keys_);
-      add_products(total_, i, chunk_.key, grad_columns_);
+      add_products(chunk_.key + i * keys_, grad_columns_ + i * keys_);
     }
     for (int64_t k = 0; k < call_.key_dim; ++k) {
       total_[k] = chunk_.state_decay[k] * dot(state + k * width_, grad_state + k * width_, width_);
@@ -253,11 +218,9 @@ class Backward {
     std::fill(total_ + call_.key_dim, total_ + keys_, A(0));
     for (int64_t i = chunk_.count - 1; i >= 0; --i) {
       A* gate = grad_gates_ + i * keys_;
-      add_products(total_, i, chunk_.query, grad_rows_);
-      add_products(total_, i, chunk_.key, grad_rows_ + chunk_.rows * keys_);
-      for (int64_t c = 0; c < keys_; c += V::size()) {
-        (V::loadu(gate + c) + V::loadu(total_ + c)).store(gate + c);
-      }
+      add_products(chunk_.query + i * keys_, grad_rows_ + i * keys_);
+      add_products(chunk_.key + i * keys_, grad_rows_ + (chunk_.rows + i) * keys_);
+      add_row(gate, total_, keys_);
     }
   }
 
@@ -268,11 +231,10 @@ class Backward {
     std::fill_n(total_, most, A(0));
     for (int64_t i = chunk_.count - 1; i >= 0; --i) {
       const int64_t row = i * most;
-      for (int64_t j = 0; j < i; j += V::size()) {
-        const V score = V::loadu(of_scores_ + row + j) * V::loadu(chunk_.scores + row + j);
-        const V keys = V::loadu(of_system_ + row + j) * V::loadu(chunk_.keys_by_keys + row + j);
-        (V::loadu(total_ + j) + (score + keys)).store(total_ + j);
-      }
+      map_rows(total_, padded<A>(i), at::vec::fmadd<A>, of_scores_ + row, chunk_.scores + row,
+               total_);
+      map_rows(total_, padded<A>(i), at::vec::fmadd<A>, of_system_ + row, chunk_.keys_by_keys + row,
+               total_);
       V sum(A(0));
       for_each_vector<V::size()>(i, [&](int64_t j, int64_t lanes, auto full) {
         sum = sum + load_vec(total_ + j, lanes, full);
@@ -286,9 +248,7 @@ class Backward {
           std::fill(row, row + rows, A(0));
           continue;
         }
-        for (int64_t j = 0; j <= i; j += V::size()) {
-          (V::loadu(row + j) * V::loadu(chunk_.decays + i * most + j)).store(row + j);
-        }
+        multiply_rows(row, padded<A>(i + 1), row, chunk_.decays + i * most);
       }
       of_system_[i * most + i] = 0;
     }
@@ -346,11 +306,14 @@ class Backward {
 
   // Adds the gradients of this head's queries and keys to those of the key head.
   void add_keys() {
-    for (int64_t at = 0; at < chunk_.count * keys_; at += V::size()) {
-      const V key = V::loadu(grad_rows_ + chunk_.rows * keys_ + at) + V::loadu(grad_columns_ + at);
-      (V::loadu(grad_query_ + at) + V::loadu(grad_rows_ + at)).store(grad_query_ + at);
-      (V::loadu(grad_key_ + at) + key).store(grad_key_ + at);
-    }
+    const int64_t size = chunk_.count * keys_;
+    add_row(grad_query_, grad_rows_, size);
+    add_row(grad_key_, grad_rows_ + chunk_.rows * keys_, size);
+    add_row(grad_key_, grad_columns_, size);
+  }
+
+  static void add_row(A* to, const A* x, int64_t columns) {
+    map_rows(to, columns, [](const V& a, const V& b) { return a + b; }, to, x);
   }
 
   // Stores gradients of queries or keys from those of the normalised and scaled rows.
@@ -364,12 +327,9 @@ class Backward {
               ((entry * call_.tokens + first + i) * call_.key_heads + head) * call_.key_dim;
       if (call_.qk_norm) {
         widen_row(row_of<T>(source, entry, first + i, head), call_.key_dim, unit);
-        const V norm(factors[i]);
-        map_row(unit, unit, keys_, [&](const V& x) { return x * norm; });
+        scale_row(unit, keys_, unit, factors[i]);
         const V along(dot(unit, grad, keys_));
-        for (int64_t c = 0; c < keys_; c += V::size()) {
-          (V::loadu(grad + c) - along * V::loadu(unit + c)).store(grad + c);
-        }
+        map_rows(grad, keys_, [&](const V& x, const V& y) { return x - along * y; }, grad, unit);
       }
       for_each_vector<V::size()>(call_.key_dim, [&](int64_t c, int64_t lanes, auto full) {
         store_vec(to + c, factor * V::loadu(grad + c), lanes, full);
@@ -377,13 +337,36 @@ class Backward {
     }
   }
 
+  A* take(int64_t size) { return std::exchange(next_, next_ + size); }
+
   const DeltaRule& call_;
   DeltaChunk<T> chunk_;
-  const int64_t groups_, keys_, width_, state_size_;
-  Scratch<A> memory_, states_;
-  A *grad_states_, *transposed_, *grad_transposed_, *rest_, *changes_, *changes_transposed_;
-  A *incoming_, *solved_, *grad_rows_, *grad_columns_, *grad_query_, *grad_key_;
-  A *grad_gates_, *later_, *of_scores_, *of_system_, *crossing_, *total_;
+  const int64_t groups_ = call_.heads / call_.key_heads, keys_ = chunk_.key_size;
+  const int64_t width_ = padded<A>(call_.value_dim), state_size_ = keys_ * width_;
+  const int64_t tokens_by_keys_ = chunk_.most * keys_, tokens_by_values_ = chunk_.most * width_;
+  const int64_t squares_ = chunk_.most * chunk_.most;
+  Scratch<A> states_,
+      memory_ = Scratch<A>((groups_ + 2) * state_size_ + 7 * tokens_by_keys_ +
+                           6 * tokens_by_values_ + 2 * squares_ + keys_ + 2 * chunk_.most);
+  A* next_ = memory_.data();
+  A* grad_states_ = take(groups_ * state_size_);
+  A* transposed_ = take(state_size_);  // the state, and its gradient
+  A* grad_transposed_ = take(state_size_);
+  A* rest_ = take(tokens_by_values_);
+  A* changes_ = take(tokens_by_values_);
+  A* changes_transposed_ = take(tokens_by_values_);
+  A* incoming_ = take(2 * tokens_by_values_);  // gradients of the output, then of the values
+  A* solved_ = take(tokens_by_values_);
+  A* grad_rows_ = take(2 * tokens_by_keys_);  // of queries, then of keys as rows
+  A* grad_columns_ = take(tokens_by_keys_);   // of keys as columns
+  A* grad_query_ = take(tokens_by_keys_);
+  A* grad_key_ = take(tokens_by_keys_);
+  A* grad_gates_ = take(tokens_by_keys_);
+  A* later_ = take(tokens_by_keys_);
+  A* of_scores_ = take(squares_);
+  A* of_system_ = take(squares_);
+  A* crossing_ = take(chunk_.most);
+  A* total_ = take(keys_ + chunk_.most);
 };
 
 }  // namespace
