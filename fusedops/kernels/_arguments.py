@@ -160,12 +160,13 @@ class RouterLossArguments(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """The numbers of a cross-entropy; ``softcap`` 0 is none."""
+    """The numbers of a loss; ``softcap`` 0 is none. Only token_logprobs has a temperature."""
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
     softcap: float
+    inverse_temperature: float = 1.0
 
 
 class LossArguments(NamedTuple):
@@ -204,6 +205,40 @@ class LinearLossArguments(NamedTuple):
     @property
     def options(self) -> LossOptions:
         return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+
+
+class TokenArguments(NamedTuple):
+    logits: torch.Tensor
+    target: torch.Tensor
+    ignore_index: int
+    temperature: float
+    softcap: float
+
+    @property
+    def options(self) -> LossOptions:
+        return LossOptions(self.ignore_index, 0.0, 0.0, self.softcap, 1.0 / self.temperature)
+
+
+class LinearTokenArguments(NamedTuple):
+    hidden: torch.Tensor  # the schema's input
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    ignore_index: int
+    temperature: float
+    softcap: float
+    chunk_size: int
+    keep_logits: bool
+    partial: bool  # whether the classes of ``weight`` are a part of all
+
+    @property
+    def num_classes(self) -> int:
+        # As many as there are, or more: a target of -1 is then a class of another part.
+        return self.weight.shape[0] + self.partial
+
+    @property
+    def options(self) -> LossOptions:
+        return LossOptions(self.ignore_index, 0.0, 0.0, self.softcap, 1.0 / self.temperature)
 
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])

@@ -41,6 +41,7 @@ with without_garbage_collection():
     from fusedops.ops.linear_act import linear_act
     from fusedops.ops.linear_cross_entropy import linear_cross_entropy
     from fusedops.ops.linear_glu import linear_glu
+    from fusedops.ops.linear_token_logprobs import linear_token_logprobs
     from fusedops.ops.mlp import mlp
     from fusedops.ops.moe_mlp import moe_mlp
     from fusedops.ops.moe_pack import moe_pack
@@ -57,6 +58,7 @@ with without_garbage_collection():
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
     from fusedops.ops.selective_state_space import selective_state_space
     from fusedops.ops.swiglu import swiglu
+    from fusedops.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 _flops.register()
 _backends.start()
@@ -64,6 +66,7 @@ _tag_compiled_code()
 
 __all__ = [
     "RoutingPlan",
+    "TokenLogprobs",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -85,6 +88,7 @@ __all__ = [
     "linear_act",
     "linear_cross_entropy",
     "linear_glu",
+    "linear_token_logprobs",
     "merge_attention",
     "mlp",
     "moe_capacity",
@@ -104,5 +108,6 @@ __all__ = [
     "scaled_masked_softmax",
     "selective_state_space",
     "swiglu",
+    "token_logprobs",
     "update_balancing_bias",
 ]

@@ -1,4 +1,4 @@
-"""What cross_entropy and linear_cross_entropy share: checks, the formula, its gradient.
+"""What the losses and token_logprobs share: checks, the formulas, their gradients.
 
 With y the logits, soft-capped if asked, V classes, t the target, s the label smoothing:
 
@@ -9,6 +9,11 @@ With y the logits, soft-capped if asked, V classes, t the target, s the label sm
 A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted. The statistics of
 a row are m and S: the rounding of lse in one number would be a relative error of the softmax that
 grows with lse.
+
+token_logprobs, with y also divided by the temperature, and p_j = exp(y_j - m) / S:
+
+    mean = sum_j p_j (y_j - m),   logprob = y_t - lse,   entropy = log S - mean
+    dy_j = p_j * (d_lse - d_logprob - d_entropy * (y_j - m - mean)) + d_logprob * [j == t]
 
 Where the classes are a part of V, the target is -1 if it is in another part: y_t - m is then 0,
 mean(y - m) the sum over the part divided by V, and m and S those of the part; the gradient takes
@@ -168,3 +173,75 @@ def logits_gradient(
     grad = grad * grad_loss.to(y.dtype).expand(target.shape).unsqueeze(-1)
     grad = torch.where(inside.unsqueeze(-1), grad, math.nan)
     return torch.where(valid.unsqueeze(-1), grad, 0.0)
+
+
+def check_token_options(op: str, temperature: Any, softcap: Any, ignore_index: Any) -> float:
+    """Check the numbers of ``token_logprobs``; return the soft-cap as the ops take it."""
+    checks.integer(op, "ignore_index", ignore_index)
+    checks.positive(op, "temperature", temperature)
+    return softcap_of(op, softcap)
+
+
+def _log_shares(y: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities, but 0 for a class of probability 0, which adds nothing."""
+    shares = torch.log_softmax(y, -1)
+    return torch.where(shares == -math.inf, 0.0, shares)
+
+
+def token_rows(
+    y: torch.Tensor, target: torch.Tensor, ignore_index: int, *, partial: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probability, entropy and lse ``[3, *rows]``, and statistics ``[*rows, 4]``.
+
+    The statistics are m, S, the mean, and 1 where the target has the largest logit. With
+    ``partial`` -1 is a target that is none of the classes: its logit counts as m.
+    """
+    valid = target != ignore_index
+    largest = y.amax(-1)
+    shifted = y - largest.unsqueeze(-1)
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1)
+    terms = exponentials * torch.where(shifted == -math.inf, 0.0, shifted)
+    mean, log_total = terms.sum(-1) / total, total.log()
+    here = (target >= 0) & (target < y.shape[-1])
+    label = shifted.gather(-1, torch.where(here, target, 0).unsqueeze(-1)).squeeze(-1)
+    label = torch.where(here, label, 0.0 if partial else math.nan)
+    hit = (here & (label >= 0)).to(y.dtype)
+    tokens = torch.stack((label - log_total, log_total - mean, largest + log_total))
+    statistics = torch.stack((largest, total, mean, hit), -1)
+    return torch.where(valid, tokens, 0.0), torch.where(valid.unsqueeze(-1), statistics, 0.0)
+
+
+def token_gradient(
+    grad_tokens: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    options: LossOptions,
+    statistics: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient of the logits in accumulation dtype; differentiable.
+
+    Only for a part of the classes the statistics of all must be given; a target of -1 is then
+    another part's.
+    """
+    y = capped(logits, options.softcap) * options.inverse_temperature
+    grads = torch.where(target == options.ignore_index, 0.0, grad_tokens.to(y.dtype))
+    of_logprob, of_entropy, of_lse = grads.unsqueeze(-1)
+    here = inside = (target >= 0) & (target < y.shape[-1])
+    if statistics is None:
+        shares, logs = torch.softmax(y, -1), _log_shares(y)
+        entropy = -(shares * logs).sum(-1, keepdim=True)
+    else:
+        inside = inside | (target == -1)
+        largest, total, mean, _ = statistics.unsqueeze(-2).unbind(-1)
+        logs = y - largest - total.log()
+        shares, entropy = logs.exp(), total.log() - mean
+        logs = torch.where(logs == -math.inf, 0.0, logs)
+    grad = shares * (of_lse - of_logprob - of_entropy * (logs + entropy))
+    index = torch.where(here, target, 0).unsqueeze(-1)
+    grad = grad.scatter_add(-1, index, of_logprob * here.to(y.dtype).unsqueeze(-1))
+    grad = grad * options.inverse_temperature
+    if options.softcap != 0.0:
+        grad = grad * (1.0 - torch.tanh(logits.to(y.dtype) / options.softcap).square())
+    grad = torch.where(inside.unsqueeze(-1), grad, math.nan)
+    return torch.where((target != options.ignore_index).unsqueeze(-1), grad, 0.0)

@@ -167,6 +167,7 @@ _FORMULAE = {
     "quantized_linear": (_quantized_linear, _quantized_linear_backward),
     "baddbmm": (_baddbmm, _baddbmm_backward),
     "linear_cross_entropy": (_linear, _linear_cross_entropy_backward),
+    "linear_token_logprobs": (_linear, _linear_cross_entropy_backward),
     "grouped_mm": (_grouped_mm, _grouped_mm_backward),
     "grouped_mm_add_gradients": (_grouped_mm_add_gradients, None),
     "moe_mlp": (_moe_mlp, _moe_mlp_backward),

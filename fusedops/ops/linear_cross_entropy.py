@@ -14,6 +14,7 @@ classes: see ``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
-from fusedops.kernels._arguments import LinearLossArguments, of_backward
+from fusedops.kernels._arguments import (
+    LinearLossArguments,
+    LinearTokenArguments,
+    of_backward,
+)
 from fusedops.ops import _cross_entropy_math as formulas
 from fusedops.ops.linear_act import check_layer, records_graph
 
@@ -106,7 +111,7 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     op = "linear_cross_entropy"
-    _check(op, hidden, weight, target, bias)
+    check(op, hidden, weight, target, bias)
     check_chunks(op, chunk_size, recompute)
     formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
@@ -117,14 +122,17 @@ def linear_cross_entropy(
     return formulas.reduce_loss(loss, count, formulas.result_dtype(hidden), reduction)
 
 
-def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
-    checks.tensor(op, "hidden", hidden)
+def check(
+    op: str, hidden: Any, weight: Any, target: Any, bias: Any, *, owner: str = "hidden"
+) -> None:
+    """Raise unless the tensors fit together; ``owner`` is what messages call ``hidden``."""
+    checks.tensor(op, owner, hidden)
     if hidden.dim() == 0:
-        checks.fail(op, "hidden", "a tensor with at least one dimension", "a scalar")
+        checks.fail(op, owner, "a tensor with at least one dimension", "a scalar")
     features = hidden.shape[-1]
-    shape = f"[num_classes, {features}] (hidden has {features} features)"
+    shape = f"[num_classes, {features}] ({owner} has {features} features)"
     check_layer(op, hidden, weight, bias, ("weight", "bias"), features, shape)
-    formulas.check_target(op, target, "hidden", hidden)
+    formulas.check_target(op, target, owner, hidden)
     formulas.check_classes(op, "weight", weight.shape[0])
 
 
@@ -151,7 +159,9 @@ def keeps_logits(
     return holds_for_all(bytes_per_class <= features * weight.dtype.itemsize)
 
 
-def _logits(call: LinearLossArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logits_of(
+    call: LinearLossArguments | LinearTokenArguments,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden, weight and the logits in accumulation dtype."""
     wide = dtypes.statistics_dtype(call.hidden.dtype)
     h, w = call.hidden.to(wide), call.weight.to(wide)
@@ -166,7 +176,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
         formulas.check_range(
             "linear_cross_entropy", target, classes, call.ignore_index, least=least
         )
-    _, _, logits = _logits(call)
+    _, _, logits = logits_of(call)
     y = formulas.capped(logits, call.softcap)
     loss, statistics, count = formulas.row_losses(y, target, call.options, call.all_classes)
     kept = logits if call.keep_logits else logits.new_empty((*target.shape, 0))
@@ -190,12 +200,24 @@ def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative. But a part of the classes does
     # not know the statistics of all, and has no second derivative.
     (grad_loss,), call, (statistics, _), output_mask = of_backward(LinearLossArguments, args)
-    h, w, logits = _logits(call)
+    rest = (call.options, call.all_classes, statistics if call.all_classes > 0 else None)
+
+    def logits_gradient(logits: torch.Tensor) -> torch.Tensor:
+        return formulas.logits_gradient(grad_loss, logits, call.target, *rest)
+
+    return factor_gradients(call, logits_gradient, output_mask)
+
+
+def factor_gradients(
+    call: LinearLossArguments | LinearTokenArguments,
+    logits_gradient: Callable[[torch.Tensor], torch.Tensor],
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of hidden, weight and bias from that of the logits; differentiable."""
+    h, w, logits = logits_of(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
-    of_all = statistics if call.all_classes > 0 else None
-    rest = (call.options, call.all_classes, of_all)
-    grad = formulas.logits_gradient(grad_loss, logits, call.target, *rest)
+    grad = logits_gradient(logits)
     rows, dtype = as_matrix(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:

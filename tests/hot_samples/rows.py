@@ -75,6 +75,18 @@ def _loss(
     return HotCall(op, ", ".join(filter(None, parts)), make)
 
 
+def _tokens(classes: int, *, capped: bool = False, pieces: bool = False) -> HotCall:
+    """Return the same of log-probabilities."""
+    loss = _loss(_FEW, classes, capped=capped, pieces=pieces)
+
+    def make(new: New) -> Any:
+        args, options = loss.make(new)
+        return args, options | {"return_entropy": True, "temperature": 0.7}
+
+    op = "linear_token_logprobs" if pieces else "token_logprobs"
+    return HotCall(op, loss.name, make)
+
+
 CALLS: dict[str, list[HotCall]] = {
     **{op: [_norm(op, cols) for cols in (*_BLOCKS, _WALKED)] for op in ("layer_norm", "rms_norm")},
     **{
@@ -110,5 +122,13 @@ CALLS: dict[str, list[HotCall]] = {
             *(_loss(_FEW, 5120, capped=each, smooth=True, pieces=True) for each in (False, True))
         ),
         _loss(2560, 64),
+    ],
+    "token_logprobs": [
+        *(
+            _tokens(classes, capped=capped, pieces=pieces)
+            for capped in (False, True)
+            for classes, pieces in ((10240, False), (10240, True))
+        ),
+        *in_float32(*(_tokens(5120, capped=capped, pieces=True) for capped in (False, True))),
     ],
 }

@@ -133,7 +133,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "update_balancing_bias": (fusedops.update_balancing_bias, (PROBS[0], IDS[0]), {}),
     "use_backend": (_enter, ("torch",), {}),
 }
-TYPES = {"PatchReport", "QuantizationReport", "RoutingPlan", "UnsupportedError"}
+TYPES = {"PatchReport", "QuantizationReport", "RoutingPlan", "TokenLogprobs", "UnsupportedError"}
 # tests/generate/test_decoding.py, testing/test_verify.py, planner/test_auto_parallel.py,
 # nn/test_quantized.py, models/test_load_quantized.py
 WITH_ITS_OWN = {"generate", "verify", "auto_parallel", "quantize", "load_quantized"}

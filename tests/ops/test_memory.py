@@ -85,6 +85,8 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     # Two numbers a row, and nothing of the size of the logits.
     "cross_entropy": ([new(5, 33), torch.arange(5)], SUM, "logits target", [4, 40]),
     "linear_cross_entropy": (LCE, IN_CHUNKS, "hidden target weight", [4, 2400]),
+    "token_logprobs": ([new(5, 33), torch.arange(5)], {}, "logits target", [80]),
+    "linear_token_logprobs": (LCE, IN_CHUNKS, "input target weight", [4800]),
     # Of each query and nothing of each pair: 2 heads of 64 queries.
     "attention": (
         [new(1, 2, 64, 16) for _ in range(3)],

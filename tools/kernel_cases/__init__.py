@@ -35,6 +35,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "linear_act": products.linear_act_cases,
     "linear_cross_entropy": list,
     "linear_glu": products.linear_glu_cases,
+    "linear_token_logprobs": list,
     "mlp": list,
     "moe_mlp": products.moe_mlp_cases,
     "moe_mlp_add_gradients": list,
@@ -51,4 +52,5 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "scaled_masked_softmax": rows.scaled_masked_softmax_cases,
     "square_sums": lists.square_sums_cases,
     "swiglu": partial(elementwise.glu_cases, ("silu",)),
+    "token_logprobs": partial(rows.cross_entropy_cases, tokens=True),
 }

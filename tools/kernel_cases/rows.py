@@ -98,23 +98,28 @@ def scaled_masked_softmax_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def cross_entropy_cases() -> list[dict[str, Any]]:
+def cross_entropy_cases(*, tokens: bool = False) -> list[dict[str, Any]]:
     sums = ("loss", "statistics", "largest", "others", "values", "label", "dloss", "total", "count")
     types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
-    types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
+    types |= dict.fromkeys(("smoothing", "z_loss", "softcap", "cooling"), "fp32")
     options = cross_entropy._options(cross_entropy._BLOCK)
     cases = []
     for capped in (False, True):
+        form: dict[str, Any] = {"CAPPED": capped, "TOKENS": tokens}
         # Pieces are products that linear_cross_entropy made, unrounded.
         for piece in (False, True):
-            launch = cross_entropy._sums_launch(cross_entropy._BLOCK, smooth=piece, capped=capped)
-            flags: dict[str, Any] = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece}
-            flags |= {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
+            smooth = piece and not tokens
+            chosen = {"smooth": smooth or tokens, "capped": capped}
+            launch = cross_entropy._sums_launch(cross_entropy._BLOCK, **chosen)
+            flags = form | {"FIRST": not piece, "LAST": not piece, "SMOOTH": smooth}
+            flags |= {"BLOCK": launch["BLOCK"]}
             of_kind = types | ({"x_ptr": "*fp32"} if piece else {})
             cases.append(report_case(cross_entropy._sums_kernel, of_kind, flags, launch))
         for logits in ("*bf16", "*fp32"):
-            flags = {"CAPPED": capped, "BLOCK": cross_entropy._BLOCK}
+            flags = form | {"BLOCK": cross_entropy._BLOCK}
             of_kind = types | {"x_ptr": logits}
             cases.append(report_case(cross_entropy._backward_kernel, of_kind, flags, options))
+    if tokens:
+        return cases
     kernel, sizes = cross_entropy._total_kernel, {"BLOCK": cross_entropy._SUM_BLOCK}
     return [*cases, report_case(kernel, types, sizes, cross_entropy._OPTIONS)]

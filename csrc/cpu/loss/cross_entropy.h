@@ -1,5 +1,5 @@
-// Kernels of cross_entropy, and what linear_cross_entropy shares with it. Formulae are in
-// fusedops/ops/_cross_entropy_math.py.
+// Kernels of cross_entropy and token_logprobs, and what the two with a linear layer share with
+// them. Formulae are in fusedops/ops/_cross_entropy_math.py.
 //
 // `rows` are tokens, `columns` classes. A row may come in pieces, `first` being the class of column
 // 0: its sums are carried from piece to piece in a RowSums.
@@ -19,9 +19,12 @@ struct LossOptions {
   double label_smoothing;
   double z_loss;
   double softcap;  // 0: none
+  double inverse_temperature = 1;
+  bool tokens = false;  // of token_logprobs: only then there is a temperature
 };
 
 // What is known of a row so far: sum_j exp(y_j - base), sum_j (y_j - base), and y of the target.
+// For token_logprobs the second is sum_j exp(y_j - base) (y_j - base), and base is the largest y.
 //
 // The term of the largest y is kept apart from the sum, rounded in the same way: what the others
 // add to it is then right also where it is next to nothing, and a loss is never below zero.
@@ -40,6 +43,9 @@ struct RowSums {
     return (others < 0 ? 0 : others) / own;
   }
 
+  // The mean of y - largest by the probabilities; of token_logprobs.
+  double mean() const { return values / own / (1 + others()); }
+
   // Of y - largest, but for the z-loss: the loss of y where the target is among the columns.
   double loss(const LossOptions& o, int64_t classes) const {
     const double log_others = std::log1p(others());
@@ -56,13 +62,15 @@ struct RowSums {
 };
 
 // The numbers of a row's gradient: dy_j = exp(y_j - largest) * scale + shift, plus `label` at the
-// target. `sum` is that of the exponentials: a logarithm of it added to `largest` would be rounded
-// to the digits of `largest`.
+// target. For token_logprobs the factor of the exponential is scale + tilt * (y_j - largest). `sum`
+// is that of the exponentials: a logarithm of it added to `largest` would be rounded to the digits
+// of `largest`.
 struct RowGradient {
   double largest;
   double scale;
   double shift;
   double label;
+  double tilt = 0;
 
   RowGradient(double grad, double largest, double sum, const LossOptions& o, int64_t classes)
       : largest(largest),
@@ -71,6 +79,15 @@ struct RowGradient {
         label(-grad * (1 - o.label_smoothing)) {
     if (o.z_loss > 0) scale *= 1 + 2 * o.z_loss * (largest + std::log(sum));
   }
+
+  // Of token_logprobs: from the gradients of log-probability, entropy and log-sum-exp.
+  RowGradient(double logprob, double entropy, double lse, double largest, double sum, double mean,
+              const LossOptions& o)
+      : largest(largest),
+        scale((lse - logprob + entropy * mean) * o.inverse_temperature / sum),
+        shift(0),
+        label(logprob * o.inverse_temperature),
+        tilt(-entropy * o.inverse_temperature / sum) {}
 };
 
 // Adds `columns` classes of each row that is not ignored to its sums.
@@ -88,12 +105,10 @@ struct CrossEntropySums {
 };
 
 struct CrossEntropyBackward {
-  const void* logits;        // [rows, columns]
-  const int64_t* target;     // [rows]
-  const void* statistics;    // [rows, 2], accumulation dtype: largest y and sum of exponentials
-  const void* grad_loss;     // [rows] or one number, accumulation dtype
-  int64_t grad_loss_stride;  // 1 or 0
-  void* grad_logits;         // [rows, columns]
+  const void* logits;           // [rows, columns]
+  const int64_t* target;        // [rows]
+  const RowGradient* gradient;  // [rows]
+  void* grad_logits;            // [rows, columns]
   int64_t rows;
   int64_t columns;
   LossOptions options;

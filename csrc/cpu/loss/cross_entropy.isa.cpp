@@ -1,4 +1,5 @@
-// cross_entropy on the CPU: the sums of the rows, and the gradient of the logits.
+// cross_entropy and token_logprobs on the CPU: the sums of the rows, and the gradient of the
+// logits.
 //
 // Forward: one pass over the logits and nothing written but numbers per row. The exponentials are
 // taken relative to `base`, a guess of the row's maximum that only has to be within 2^46: 0 at
@@ -122,6 +123,56 @@ void sum_row(const T* x, int64_t columns, double softcap, RowSums& s) {
   }
 }
 
+// y of one logit. Not inlined: the target's has the bits of the largest one where they are equal.
+template <typename A, bool kCapped>
+__attribute__((noinline)) A y_of(A x, const LossOptions& o) {
+  using V = at::vec::Vectorized<A>;
+  const A y = first_lane(capped<A, kCapped>(V(x), static_cast<A>(o.softcap)));
+  return o.tokens ? y * static_cast<A>(o.inverse_temperature) : y;
+}
+
+// The sums of token_logprobs, relative to the largest y so far. It is looked for first, a block in
+// L1 at a time, so that the entropy of a row that is nearly one class keeps its digits.
+template <typename T, bool kCapped>
+void sum_token_row(const T* x, int64_t columns, const LossOptions& o, RowSums& s) {
+  using A = Acc<T>;
+  using V = Vec<T>;
+  constexpr int W = V::size();
+  const A cap = static_cast<A>(o.softcap);
+  const V inverse_temperature(static_cast<A>(o.inverse_temperature));
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const int64_t size = std::min(kBlock, columns - first);
+    V most(kNone<A>);
+    for_each_vector<W>(size, [&](int64_t c, int64_t count, auto full) {
+      const V in = load_vec(x + first + c, count, full);
+      most = larger(most, full ? in : V::set(V(kNone<A>), in, count));
+    });
+    const A highest = static_cast<A>(largest_lane(most));
+    const double largest = highest > kNone<A> ? y_of<A, kCapped>(highest, o) : kNone<double>;
+    if (largest > s.largest) {
+      if (s.own > 0) {
+        const double gap = s.largest - largest, share = std::exp(gap);
+        s.values = share * (s.values + gap * s.exponentials);
+        s.exponentials *= share;
+      }
+      s.base = s.largest = largest;
+      s.own = first_lane(term<A>(V(A(0))));
+    }
+    V sum(A(0)), values(A(0));
+    const V base(static_cast<A>(s.base));
+    for_each_vector<W>(size, [&](int64_t c, int64_t count, auto full) {
+      const V y = capped<A, kCapped>(load_vec(x + first + c, count, full), cap);
+      V shifted = y * inverse_temperature - base;
+      if constexpr (!full) shifted = V::set(V(kNone<A>), shifted, count);
+      const V exponential = term<A>(shifted);
+      sum = sum + exponential;
+      values = at::vec::fmadd(exponential, at::vec::clamp_min(shifted, V(A(kVanished))), values);
+    });
+    s.exponentials += sum_lanes(sum);
+    s.values += sum_lanes(values);
+  }
+}
+
 template <typename T, bool kCapped>
 void sums(const CrossEntropySums& a) {
   const double softcap = a.options.softcap;
@@ -132,17 +183,17 @@ void sums(const CrossEntropySums& a) {
       const int64_t from = a.index != nullptr ? a.index[row] : row;
       const T* x = static_cast<const T*>(a.logits) + from * a.row_stride;
       RowSums& s = a.sums[row];
-      sum_row<T, kCapped>(x, a.columns, softcap, s);
+      a.options.tokens ? sum_token_row<T, kCapped>(x, a.columns, a.options, s)
+                       : sum_row<T, kCapped>(x, a.columns, softcap, s);
       const int64_t column = target - a.first;
       if (column >= 0 && column < a.columns) {
-        const Vec<T> label(static_cast<Acc<T>>(x[column]));
-        s.label = first_lane(capped<Acc<T>, kCapped>(label, static_cast<Acc<T>>(softcap)));
+        s.label = y_of<Acc<T>, kCapped>(static_cast<Acc<T>>(x[column]), a.options);
       }
     }
   });
 }
 
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, bool kTokens>
 void backward(const CrossEntropyBackward& a) {
   using A = Acc<T>;
   using V = Vec<T>;
@@ -159,10 +210,7 @@ void backward(const CrossEntropyBackward& a) {
         });
         continue;
       }
-      const A grad = static_cast<const A*>(a.grad_loss)[row * a.grad_loss_stride];
-      const A* statistics = static_cast<const A*>(a.statistics) + 2 * row;
-      const RowGradient numbers(grad, statistics[0], statistics[1], a.options, columns);
-      const GradientOfRow<T, kCapped> gradient(numbers, a.options.softcap);
+      const GradientOfRow<T, kCapped, kTokens> gradient(a.gradient[row], a.options);
       for_each_aligned_vector<V::size()>(dx, columns, [&](int64_t c, int64_t count, auto full) {
         store_or_stream(stream, dx + c, gradient.at(load_vec(x + c, count, full)), count, full);
       });
@@ -182,8 +230,8 @@ void cross_entropy_sums(const CrossEntropySums& a) {
 
 void cross_entropy_backward(const CrossEntropyBackward& a) {
   switch_dtype(a.dtype, [&](auto t) {
-    using T = decltype(t);
-    return a.options.softcap > 0 ? backward<T, true>(a) : backward<T, false>(a);
+    with_form(a.options,
+              [&](auto capped, auto tokens) { backward<decltype(t), capped, tokens>(a); });
   });
 }
 

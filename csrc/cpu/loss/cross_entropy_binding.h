@@ -1,5 +1,5 @@
-// What the bindings of cross_entropy and linear_cross_entropy share: looking through the targets,
-// and the loss of rows whose sums are known.
+// What the bindings of the losses share: looking through the targets, results and gradients of rows
+// whose sums are known.
 #pragma once
 
 #include <numeric>
@@ -82,6 +82,69 @@ inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int
     if (reduction == Reduction::mean) total /= static_cast<A>(count);
     return number(total, type);
   });
+}
+
+// The numbers of the gradient of each row, from `grad_loss` ([rows] or one number) and statistics.
+inline std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss,
+                                              const at::Tensor& statistics,
+                                              const LossOptions& options, int64_t classes) {
+  // In double, which both dtypes fit: three numbers per row.
+  const auto grads = grad_loss.to(at::kDouble).contiguous();
+  const auto wide = statistics.to(at::kDouble).contiguous();
+  const double* grad = grads.const_data_ptr<double>();
+  const double* of_rows = wide.const_data_ptr<double>();
+  const int64_t rows = wide.numel() / 2, stride = grads.numel() == 1 ? 0 : 1;
+  std::vector<RowGradient> gradients;
+  gradients.reserve(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    gradients.emplace_back(grad[row * stride], of_rows[2 * row], of_rows[2 * row + 1], options,
+                           classes);
+  }
+  return gradients;
+}
+
+inline LossOptions token_options(int64_t ignore_index, double temperature, double softcap) {
+  return {ignore_index, 0, 0, softcap, 1 / temperature, true};
+}
+
+// Of token_logprobs, from the sums of each row, 0 where ignored: log-probability, entropy and
+// log-sum-exp in `tokens` [3, rows]; the largest y, the sum of the exponentials relative to it, the
+// mean of y - largest, and whether the target is the largest, in `statistics` [rows, 4].
+inline void finish_tokens(const RowSums* sums, const at::Tensor& target, const LossOptions& options,
+                          const at::Tensor& tokens, const at::Tensor& statistics) {
+  const auto* targets = target.const_data_ptr<int64_t>();
+  const int64_t rows = target.numel();
+  with_statistics(tokens, [&]<typename A>(A* values) {
+    A* of_rows = statistics.mutable_data_ptr<A>();
+    for (int64_t row = 0; row < rows; ++row) {
+      const RowSums& s = sums[row];
+      const bool counts = targets[row] != options.ignore_index;
+      const double others = s.others(), spread = std::log1p(others), mean = s.mean();
+      const bool hit = targets[row] >= 0 && s.label >= s.largest && !std::isnan(others);
+      const double numbers[] = {-s.loss(options, 1), spread - mean, s.largest + spread};
+      const double kept[] = {s.largest, 1 + others, mean, hit ? 1.0 : 0.0};
+      for (int i = 0; i < 3; ++i) values[i * rows + row] = static_cast<A>(counts ? numbers[i] : 0);
+      for (int i = 0; i < 4; ++i) of_rows[4 * row + i] = static_cast<A>(counts ? kept[i] : 0);
+    }
+  });
+}
+
+// The numbers of the gradient of each row, from those of `tokens` [3, rows] and statistics.
+inline std::vector<RowGradient> token_gradients(const at::Tensor& grad_tokens,
+                                                const at::Tensor& statistics,
+                                                const LossOptions& options) {
+  const auto grads = grad_tokens.to(at::kDouble).contiguous();
+  const auto wide = statistics.to(at::kDouble).contiguous();
+  const double* grad = grads.const_data_ptr<double>();
+  const double* kept = wide.const_data_ptr<double>();
+  const int64_t rows = wide.numel() / 4;
+  std::vector<RowGradient> gradients;
+  gradients.reserve(rows);
+  for (int64_t row = 0; row < rows; ++row, kept += 4) {
+    gradients.emplace_back(grad[row], grad[rows + row], grad[2 * rows + row], kept[0], kept[1],
+                           kept[2], options);
+  }
+  return gradients;
 }
 
 }  // namespace fusedops

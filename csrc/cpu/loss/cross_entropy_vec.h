@@ -59,19 +59,33 @@ inline at::vec::Vectorized<A> capped(const at::vec::Vectorized<A>& x, A softcap)
   }
 }
 
+// What exp makes 0, and a factor of that 0 may be: of a class of logit -inf nothing is left.
+constexpr double kVanished = -1000;
+
+// Calls body(capped, tokens), both std::bool_constant, as the options say.
+template <typename Body>
+inline void with_form(const LossOptions& o, const Body& body) {
+  const auto with = [&](auto capped) {
+    o.tokens ? body(capped, std::true_type()) : body(capped, std::false_type());
+  };
+  o.softcap > 0 ? with(std::true_type()) : with(std::false_type());
+}
+
 // The gradient of a row's logits; T is the dtype of the result.
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, bool kTokens>
 class GradientOfRow {
   using A = Acc<T>;
   using V = Vec<T>;
 
  public:
-  GradientOfRow(const RowGradient& row, double softcap)
+  GradientOfRow(const RowGradient& row, const LossOptions& options)
       : largest_(static_cast<A>(row.largest)),
         scale_(static_cast<A>(row.scale)),
         shift_(static_cast<A>(row.shift)),
+        tilt_(static_cast<A>(row.tilt)),
         label_(static_cast<A>(row.label)),
-        softcap_(static_cast<A>(softcap)) {}
+        softcap_(static_cast<A>(options.softcap)),
+        inverse_temperature_(static_cast<A>(options.inverse_temperature)) {}
 
   // At logits x; `label` is added to the gradient of y.
   V at(const V& x) const { return gradient<T>(x, shift_); }
@@ -87,13 +101,19 @@ class GradientOfRow {
       y = bounded.value * V(softcap_);
       slope = bounded.slope;
     }
-    const V p = exp2_of<Exp>((y - largest_) * V(static_cast<A>(kLog2E)));
-    const V grad = at::vec::fmadd(p, scale_, shift);
+    if constexpr (kTokens) y = y * V(inverse_temperature_);
+    const V shifted = y - largest_;
+    const V p = exp2_of<Exp>(shifted * V(static_cast<A>(kLog2E)));
+    V scale = scale_;
+    if constexpr (kTokens) {
+      scale = at::vec::fmadd(at::vec::clamp_min(shifted, V(A(kVanished))), tilt_, scale_);
+    }
+    const V grad = at::vec::fmadd(p, scale, shift);
     return kCapped ? grad * slope : grad;
   }
 
-  V largest_, scale_, shift_;
-  A label_, softcap_;
+  V largest_, scale_, shift_, tilt_;
+  A label_, softcap_, inverse_temperature_;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Kernels of linear_cross_entropy: the epilogues of its three kinds of matrix products. `rows` are
-// the tokens that are not ignored, a chunk is some consecutive classes.
+// Kernels of linear_cross_entropy and linear_token_logprobs: the epilogues of its three kinds of
+// matrix products. `rows` are the tokens that are not ignored, a chunk is some consecutive classes.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct ChunkGradient {
   const int64_t* target;        // [m]
   const RowGradient* gradient;  // [m]
   int64_t first;                // class of column 0
-  double softcap;
+  LossOptions options;
   void* grad_logits;  // [m, n]
 };
 
@@ -37,7 +37,7 @@ struct KeptGradient {
   const int64_t* target;        // [rows]
   const RowGradient* gradient;  // [rows]
   int64_t first;                // class of column 0
-  double softcap;
+  LossOptions options;
   void* grad_logits;  // [rows, columns]
   int64_t rows;
   int64_t columns;

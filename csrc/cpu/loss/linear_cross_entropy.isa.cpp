@@ -30,7 +30,7 @@ void store_logits(const void* context, const Tile& tile) {
   }
 }
 
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, bool kTokens>
 void store_gradient(const void* context, const Tile& tile) {
   using A = Acc<T>;
   const auto& a = *static_cast<const ChunkGradient*>(context);
@@ -39,7 +39,7 @@ void store_gradient(const void* context, const Tile& tile) {
     const int64_t row = tile.row + i;
     const auto* sums = static_cast<const A*>(tile.sums) + i * tile.stride;
     T* grad = at<T>(a.grad_logits, row, a.product.n, tile.column);
-    const GradientOfRow<T, kCapped> gradient(a.gradient[row], a.softcap);
+    const GradientOfRow<T, kCapped, kTokens> gradient(a.gradient[row], a.options);
     for_each_vector<Vec<T>::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
       Vec<T> z = load_vec(sums + c, count, full);
       if (bias != nullptr) z = z + load_vec(bias + c, count, full);
@@ -53,7 +53,7 @@ void store_gradient(const void* context, const Tile& tile) {
   }
 }
 
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, bool kTokens>
 void kept_gradient(const KeptGradient& a) {
   using A = Acc<T>;
   parallel_rows(a.rows, 3 * a.columns * sizeof(A), [&](int64_t begin, int64_t end) {
@@ -61,7 +61,7 @@ void kept_gradient(const KeptGradient& a) {
       const int64_t from = a.index != nullptr ? a.index[row] : row;
       const A* z = static_cast<const A*>(a.logits) + from * a.row_stride;
       T* grad = static_cast<T*>(a.grad_logits) + row * a.columns;
-      const GradientOfRow<T, kCapped> gradient(a.gradient[row], a.softcap);
+      const GradientOfRow<T, kCapped, kTokens> gradient(a.gradient[row], a.options);
       for_each_vector<Vec<T>::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
         store_vec(grad + c, gradient.at(load_vec(z + c, count, full)), count, full);
       });
@@ -107,16 +107,15 @@ void chunk_logits(const ChunkLogits& a) {
 }
 
 void chunk_gradient(const ChunkGradient& a) {
-  run(a, [&](auto t) {
-    using T = decltype(t);
-    return a.softcap > 0 ? store_gradient<T, true> : store_gradient<T, false>;
+  with_form(a.options, [&](auto capped, auto tokens) {
+    run(a, [&](auto t) { return store_gradient<decltype(t), capped, tokens>; });
   });
 }
 
 void kept_gradient(const KeptGradient& a) {
   switch_dtype(a.dtype, [&](auto t) {
-    using T = decltype(t);
-    return a.softcap > 0 ? kept_gradient<T, true>(a) : kept_gradient<T, false>(a);
+    with_form(a.options,
+              [&](auto capped, auto tokens) { kept_gradient<decltype(t), capped, tokens>(a); });
   });
 }
 
