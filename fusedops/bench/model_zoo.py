@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -116,7 +117,9 @@ class GivenTokenDecoder:
                 self.fixed["encoder_outputs"] = model.get_encoder()(prompt)
                 prompt = prompt[:, :1]
             output = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
-        self._cache_name = "cache" if "cache" in output else "past_key_values"  # from 5.24 on
+        # From 5.24 on it is "cache"; that of Mamba is "cache_params".
+        names = ("cache", "past_key_values", "cache_params")
+        self._cache_name = next(name for name in names if name in output)
         self.cache = output[self._cache_name]
 
     def prepare(self) -> Any:
@@ -181,6 +184,16 @@ def _head_dim(size: ModelSize) -> int:
 
 def _twice_the_heads(size: ModelSize) -> int:
     return 2 * size.heads
+
+
+def _attention_layers(size: ModelSize) -> list[int]:
+    """Return which layers of a hybrid model have attention: the last one and every fourth."""
+    return [*range(3, size.layers - 1, 4), size.layers - 1]
+
+
+def _layer_types(size: ModelSize, mixer: str) -> list[str]:
+    attention = _attention_layers(size)
+    return ["full_attention" if i in attention else mixer for i in range(size.layers)]
 
 
 def _all_layers(size: ModelSize) -> list[int]:
@@ -257,12 +270,8 @@ _OPT: dict[str, Any] = {"ffn_dim": _four_times, "word_embed_proj_dim": _HIDDEN, 
 _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 
-# Hybrid models: all layers but the last one of four have a recurrent mixer.
-_MIXED: dict[str, Any] = {
-    "layer_types": lambda size: [
-        "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(size.layers)
-    ]
-}
+# Hybrid models.
+_MIXED: dict[str, Any] = {"layer_types": partial(_layer_types, mixer="linear_attention")}
 _DELTA: dict[str, Any] = _MIXED | {
     "linear_num_key_heads": lambda size: size.heads // 2,
     "linear_num_value_heads": _HEADS,
@@ -282,9 +291,7 @@ _KIMI: dict[str, Any] = _MIXED | {
     "mlp_layer_types": lambda size: ["dense"] * size.layers,
 }
 _LFM2: dict[str, Any] = {
-    "layer_types": lambda size: [
-        "full_attention" if layer % 4 == 3 else "conv" for layer in range(size.layers)
-    ],
+    "layer_types": partial(_layer_types, mixer="conv"),
     "block_auto_adjust_ff_dim": False,
 }
 _MAMBA2: dict[str, Any] = {
@@ -298,7 +305,7 @@ _BAMBA: dict[str, Any] = {
     "mamba_d_head": 64,
     "mamba_d_state": 64,
 }
-_BAMBA |= {"attn_layer_indices": lambda size: list(range(3, size.layers, 4))}
+_BAMBA |= {"attn_layer_indices": _attention_layers}
 
 FAMILIES = {
     entry.name: entry

@@ -25,7 +25,7 @@ from fusedops.ops.rotary_embedding import rotated
 Decompositions = dict[torch._ops.OpOverload, Callable[..., Any]]
 _LEFT = (
     *("attention_decode", "attention_varlen", "causal_conv1d", "gated_delta_rule"),
-    *("selective_state_space", "moe_pack", "moe_unpack"),
+    *("selective_scan", "selective_state_space", "moe_pack", "moe_unpack"),
 )
 
 
@@ -38,9 +38,9 @@ def decompositions() -> Decompositions:
 
     Note:
         The table has no backward operators: export under ``torch.no_grad()``. Not decomposed are
-        ``attention_decode``, ``attention_varlen``, ``causal_conv1d``, ``gated_delta_rule`` and
-        ``selective_state_space``, because they read lengths while they run, and ``moe_pack`` and
-        ``moe_unpack``, which belong to exchanges between processes.
+        ``attention_decode``, ``attention_varlen``, ``causal_conv1d``, ``gated_delta_rule``,
+        ``selective_scan`` and ``selective_state_space``, because they read lengths while they run,
+        and ``moe_pack`` and ``moe_unpack``, which belong to exchanges between processes.
 
     Example:
         >>> import torch, fusedops

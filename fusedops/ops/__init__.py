@@ -56,6 +56,7 @@ with without_garbage_collection():
     from fusedops.ops.rms_norm import rms_norm
     from fusedops.ops.rotary_embedding import rotary_embedding
     from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
+    from fusedops.ops.selective_scan import selective_scan
     from fusedops.ops.selective_state_space import selective_state_space
     from fusedops.ops.swiglu import swiglu
     from fusedops.ops.token_logprobs import TokenLogprobs, token_logprobs
@@ -106,6 +107,7 @@ __all__ = [
     "rotary_embedding",
     "routing_contexts",
     "scaled_masked_softmax",
+    "selective_scan",
     "selective_state_space",
     "swiglu",
     "token_logprobs",

@@ -205,6 +205,7 @@ CASES = [
     ("linear_cross_entropy_backward", "rows", {"chunk_size": to(0)}, "chunk_size"),
     ("linear_cross_entropy_backward", "rows", {"target": first(19)}, "target"),
     ("selective_state_space", "packed", {"cu_seqlens": first(-1)}, "cu_seqlens"),
+    ("selective_scan", "packed", {"cu_seqlens": first(-1)}, "cu_seqlens"),
     ("causal_conv1d", "packed", {"cu_seqlens": first(-1)}, "cu_seqlens"),
     ("causal_conv1d_backward", "packed", {"cu_seqlens": to(torch.tensor([0, 50] * 3))}, "rise"),
 ]

@@ -43,6 +43,7 @@ MOE = [new(13, 8), PLAN, new(6, 8, 10), new(6, 5, 7)]
 ROTARY = [new(2, 3, 6, 8), new(2, 1, 6, 8), *torch.randn(2, 1, 6, 8)]
 DELTA = [*(new(1, 6, 2, 8) for _ in range(3)), *(new(1, 6, 2) for _ in range(2))]
 ROWS = new(52, 64)
+SCAN = [new(2, 70, 4), new(2, 70, 4), new(4, 16), new(2, 70, 16), new(2, 70, 16)]
 SPACE = [new(2, 70, 4, 8), new(2, 70, 4), new(4), new(2, 70, 1, 16), new(2, 70, 1, 16)]
 LCE = [new(300, 4), new(700, 4), torch.arange(300)]
 SUM, DROPS, SILU = {"reduction": "sum"}, {"dropout_p": 0.1}, {"activation": "silu"}
@@ -59,6 +60,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "gated_delta_rule": (DELTA, {}, "beta gate key query value", []),
     "causal_conv1d": ([new(2, 5, 9), new(5, 4), new(5)], {}, "bias input weight", []),
     "selective_state_space": (SPACE, {}, "A B C dt input", []),
+    "selective_scan": (SCAN, {}, "A B C dt input", []),
     # Mean and reciprocal deviation of a row; a seed.
     "layer_norm": ([new(6, 16), *NORM], {}, "input weight", [24, 24]),
     "add_layer_norm": (ADDED, {}, "output_1 weight", [24, 24]),

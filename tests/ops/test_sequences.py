@@ -40,7 +40,23 @@ def _selective_state_space(dtype: torch.dtype, tokens: int, states: int) -> Call
     return call, (x, new(1, tokens, 6, dtype=dtype), B, C, z), options, (states, 6, 20, 12)
 
 
-CALLS = {"causal_conv1d": _causal_conv1d, "selective_state_space": _selective_state_space}
+def _selective_scan(dtype: torch.dtype, tokens: int, states: int) -> Call:
+    x, dt, z = (new(1, tokens, 37, dtype=dtype) for _ in range(3))
+    B, C = (new(1, tokens, 16, dtype=dtype) for _ in range(2))
+    options = {"D": new(37), "dt_bias": new(37), "dt_softplus": True}
+
+    def call(x: Any, dt: Any, B: Any, C: Any, z: Any, **more: Any) -> Any:
+        return fusedops.selective_scan(x, dt, A, B, C, z=z, **more)
+
+    A = -torch.rand(37, 16)
+    return call, (x, dt, B, C, z), options, (states, 37, 16)
+
+
+CALLS = {
+    "causal_conv1d": _causal_conv1d,
+    "selective_state_space": _selective_state_space,
+    "selective_scan": _selective_scan,
+}
 CASES = [(name, dtype) for name in CALLS for dtype in (torch.float32, torch.bfloat16)]
 
 

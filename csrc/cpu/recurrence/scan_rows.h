@@ -9,6 +9,7 @@
 #include "../../common/parallel.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
+#include "selective_state_space.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -74,15 +75,26 @@ struct StateLayout {
   int64_t columns, width, depth;
 };
 
-// Adds the parts of a gradient [tokens, columns] in their order.
+// Adds the parts of gradients, those of tasks and of sequences, in their order.
 template <typename T>
-void add_token_parts(const void* shares, int64_t parts, int64_t tokens, int64_t columns, void* to) {
+void add_parts(const StateSpaceBackward& f, int64_t elements_of_a) {
   using A = Acc<T>;
+  const StateSpace& a = f.call;
+  const int64_t columns = a.groups * a.state_dim, parts = a.tasks_per_group();
   const auto bytes = static_cast<int64_t>((parts + 1) * columns * sizeof(A));
-  parallel_rows(tokens, bytes, [&](int64_t begin, int64_t end) {
-    sum_partials(static_cast<const A*>(shares) + begin * columns, parts, tokens * columns,
-                 (end - begin) * columns, static_cast<T*>(to) + begin * columns);
+  parallel_rows(a.tokens(), bytes, [&](int64_t begin, int64_t end) {
+    const A* shares = static_cast<const A*>(f.shares) + begin * columns;
+    for (void* to : {f.grad_b, f.grad_c}) {
+      sum_partials(shares, parts, a.tokens() * columns, (end - begin) * columns,
+                   static_cast<T*>(to) + begin * columns);
+      shares += parts * a.tokens() * columns;
+    }
   });
+  const auto sum = [&](const void* from, int64_t elements, void* to) {
+    sum_partials(static_cast<const A*>(from), a.sequences, elements, elements, static_cast<A*>(to));
+  };
+  sum(f.sequence_a, elements_of_a, f.grad_a);
+  sum(f.sequence_d, a.heads, f.grad_d);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // cu_seqlens.
 #include "selective_state_space.h"
 
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -17,6 +18,8 @@
 
 namespace fusedops {
 namespace {
+
+constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
 // The arguments as the kernels read them.
 struct Arguments {
@@ -41,7 +44,7 @@ struct Arguments {
             starts.data(),     static_cast<int64_t>(starts.size()) - 1,
             input_in.size(2),  input_in.size(3),
             b_in.size(2),      b_in.size(3),
-            dtype_of(input_in)};
+            a_in.dim() == 2,   dtype_of(input_in)};
   }
 
   at::Tensor empty_state() const {
@@ -68,7 +71,11 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& input, const at::Te
   auto state = arguments.empty_state();
   if (state.numel() > 0) {
     const StateSpaceForward call{arguments.call, mutable_data(output), mutable_data(state)};
-    FUSEDOPS_CALL_ISA(selective_state_space_forward, call);
+    if (call.call.is_scan) {
+      FUSEDOPS_CALL_ISA(selective_scan_forward, call);
+    } else {
+      FUSEDOPS_CALL_ISA(selective_state_space_forward, call);
+    }
   }
   return {output, state};
 }
@@ -95,14 +102,15 @@ Gradients backward(const Maybe& grad_output, const Maybe& grad_state, const at::
   const auto grad_input = made(input.sizes(), input.options());
   const auto grad_b = made(b.sizes(), b.options()), grad_c = made(c.sizes(), c.options());
   const auto grad_steps = made(dt.sizes(), wide);
-  const auto grad_a = made({call.heads}, wide), grad_d = made({call.heads}, wide);
+  const auto grad_a = made(a.sizes(), wide), grad_d = made({call.heads}, wide);
   at::Tensor grad_z, grad_initial;
   if (output_mask[6]) grad_z = made(input.sizes(), input.options());
   if (output_mask[8]) grad_initial = arguments.empty_state();
   if (runs) {
     const auto shares =
         at::empty({2 * call.tasks_per_group(), call.tokens(), call.groups * call.state_dim}, wide);
-    const auto per_sequence = at::empty({2 * call.sequences, call.heads}, wide);
+    const auto sequence_a = at::empty({call.sequences, a.numel()}, wide);
+    const auto sequence_d = at::empty({call.sequences, call.heads}, wide);
     const StateSpaceBackward backward{call,
                                       rows_of(grad),
                                       data(last),
@@ -115,8 +123,13 @@ Gradients backward(const Maybe& grad_output, const Maybe& grad_state, const at::
                                       mutable_data(grad_a),
                                       mutable_data(grad_d),
                                       mutable_data(shares),
-                                      mutable_data(per_sequence)};
-    FUSEDOPS_CALL_ISA(selective_state_space_backward, backward);
+                                      mutable_data(sequence_a),
+                                      mutable_data(sequence_d)};
+    if (call.is_scan) {
+      FUSEDOPS_CALL_ISA(selective_scan_backward, backward);
+    } else {
+      FUSEDOPS_CALL_ISA(selective_state_space_backward, backward);
+    }
   }
   at::Tensor grad_bias;
   if (output_mask[1] || output_mask[7]) {
@@ -136,11 +149,49 @@ Gradients backward(const Maybe& grad_output, const Maybe& grad_state, const at::
           grad_initial};
 }
 
+// A channel as a head of size 1.
+Maybe as_heads(const Maybe& tensor, int64_t dim) {
+  return tensor.has_value() && tensor->defined() ? tensor->unsqueeze(dim) : at::Tensor();
+}
+
+std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& input, const at::Tensor& dt,
+                                        const at::Tensor& a, const at::Tensor& b,
+                                        const at::Tensor& c, const Maybe& d, const Maybe& z,
+                                        const Maybe& dt_bias, const Maybe& initial_state,
+                                        const Maybe& cu_seqlens, bool dt_softplus) {
+  const auto [output, state] =
+      forward(input.unsqueeze(-1), dt, a, b.unsqueeze(2), c.unsqueeze(2), d, as_heads(z, -1),
+              dt_bias, as_heads(initial_state, 2), cu_seqlens, dt_softplus, 0.0, kUnbounded);
+  return {output.squeeze(-1), state.squeeze(2)};
+}
+
+Gradients scan_backward(const Maybe& grad_output, const Maybe& grad_state, const at::Tensor& input,
+                        const at::Tensor& dt, const at::Tensor& a, const at::Tensor& b,
+                        const at::Tensor& c, const Maybe& d, const Maybe& z, const Maybe& dt_bias,
+                        const Maybe& initial_state, const Maybe& cu_seqlens, bool dt_softplus,
+                        c10::List<bool> output_mask) {
+  auto grads =
+      backward(as_heads(grad_output, -1), as_heads(grad_state, 2), input.unsqueeze(-1), dt, a,
+               b.unsqueeze(2), c.unsqueeze(2), d, as_heads(z, -1), dt_bias,
+               as_heads(initial_state, 2), cu_seqlens, dt_softplus, 0.0, kUnbounded, output_mask);
+  const auto squeeze = [](at::Tensor& grad, int64_t dim) {
+    if (grad.defined()) grad = grad.squeeze(dim);
+  };
+  squeeze(std::get<0>(grads), -1);
+  squeeze(std::get<3>(grads), 2);
+  squeeze(std::get<4>(grads), 2);
+  squeeze(std::get<6>(grads), -1);
+  squeeze(std::get<8>(grads), 2);
+  return grads;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
   m.impl("selective_state_space", forward);
   m.impl("selective_state_space_backward", backward);
+  m.impl("selective_scan", scan);
+  m.impl("selective_scan_backward", scan_backward);
 }
 
 }  // namespace fusedops

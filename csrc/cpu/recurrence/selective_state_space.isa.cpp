@@ -105,7 +105,7 @@ class Forward {
         rows_(layout_.size()),
         outputs_(kChunkTokens * chunk_.width) {}
 
-  void run(int64_t sequence, int64_t first_head, int64_t num_heads) {
+  void run(int64_t sequence, int64_t first_head, int64_t num_heads, int64_t) {
     const StateSpace& a = f_.call;
     const int64_t begin = a.starts[sequence], end = a.starts[sequence + 1];
     if (end - begin == 1) {
@@ -165,15 +165,10 @@ void run_tokens(const StateSpaceForward& f) {
 
 template <typename T>
 void run_tasks(const StateSpaceForward& f) {
-  const StateSpace& a = f.call;
-  const int64_t per_group = a.tasks_per_group(), per_task = a.heads_per_task();
-  const int64_t heads = a.heads / a.groups;
-  share_tasks(a.sequences * a.groups * per_group, [&](const auto& next) {
+  share_tasks(f.call.num_tasks(), [&](const auto& next) {
     Forward<T> forward(f);
     for (int64_t task; (task = next()) >= 0;) {
-      const int64_t part = task % per_group * per_task, group = task / per_group % a.groups;
-      forward.run(task / per_group / a.groups, group * heads + part,
-                  std::min(per_task, heads - part));
+      f.call.for_task(task, [&](auto... where) { forward.run(where...); });
     }
   });
 }

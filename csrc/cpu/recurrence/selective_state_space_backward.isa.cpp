@@ -94,9 +94,11 @@ class Backward {
     return states_.data() + (chunk * num_heads + h) * size();
   }
   A& of_a(int64_t sequence, int64_t head) {
-    return static_cast<A*>(f_.per_sequence)[sequence * a_.heads + head];
+    return static_cast<A*>(f_.sequence_a)[sequence * a_.heads + head];
   }
-  A& of_d(int64_t sequence, int64_t head) { return of_a(a_.sequences + sequence, head); }
+  A& of_d(int64_t sequence, int64_t head) {
+    return static_cast<A*>(f_.sequence_d)[sequence * a_.heads + head];
+  }
 
   template <typename Pointer>
   static auto at(Pointer data, int64_t offset) {
@@ -317,40 +319,18 @@ class Backward {
   A *state_rows_, *grad_state_rows_, *x_columns_;
 };
 
-template <typename T>
-void add_parts(const StateSpaceBackward& f) {
-  using A = Acc<T>;
-  const StateSpace& a = f.call;
-  const int64_t columns = a.groups * a.state_dim, parts = a.tasks_per_group();
-  const A* shares = static_cast<const A*>(f.shares);
-  for (void* to : {f.grad_b, f.grad_c}) {
-    add_token_parts<T>(shares, parts, a.tokens(), columns, to);
-    shares += parts * a.tokens() * columns;
-  }
-  const auto* sums = static_cast<const A*>(f.per_sequence);
-  sum_partials(sums, a.sequences, a.heads, a.heads, static_cast<A*>(f.grad_a));
-  sum_partials(sums + a.sequences * a.heads, a.sequences, a.heads, a.heads,
-               static_cast<A*>(f.grad_d));
-}
-
 }  // namespace
 
 void selective_state_space_backward(const StateSpaceBackward& f) {
-  const StateSpace& a = f.call;
-  const int64_t per_group = a.tasks_per_group(), per_task = a.heads_per_task();
-  const int64_t heads = a.heads / a.groups;
-  switch_dtype(a.dtype, [&](auto t) {
+  switch_dtype(f.call.dtype, [&](auto t) {
     using T = decltype(t);
-    share_tasks(a.sequences * a.groups * per_group, [&](const auto& next) {
+    share_tasks(f.call.num_tasks(), [&](const auto& next) {
       Backward<T> backward(f);
       for (int64_t task; (task = next()) >= 0;) {
-        const int64_t number = task % per_group, group = task / per_group % a.groups;
-        const int64_t first = group * heads + number * per_task;
-        backward.run(task / per_group / a.groups, first,
-                     std::min(per_task, heads - number * per_task), number);
+        f.call.for_task(task, [&](auto... where) { backward.run(where...); });
       }
     });
-    add_parts<T>(f);
+    add_parts<T>(f, f.call.heads);
   });
 }
 

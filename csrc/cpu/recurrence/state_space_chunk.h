@@ -18,7 +18,6 @@
 #include "../common/vec.h"
 #include "chunk_products.h"
 #include "scan_rows.h"
-#include "selective_state_space.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -95,8 +94,8 @@ class StateSpaceChunk {
     }
     for (int64_t i = 0; i < count; i += V::size()) {
       const V total = V::loadu(total_ + i);
-      exp_of<T>(total).store(rise + i);
-      exp_of<T>(V(sum) - total).store(left + i);
+      exp_of<A>(total).store(rise + i);
+      exp_of<A>(V(sum) - total).store(left + i);
     }
     std::fill_n(decay_, depth, rise[count - 1]);
     for (int64_t i = 0; i < padded_size(count); ++i) {
@@ -113,7 +112,7 @@ class StateSpaceChunk {
       A *decay = decays + i * kLength, *score = scores + i * kLength;
       for (int64_t j = 0; j <= i; j += V::size()) {
         const int64_t lanes = i < count ? std::min<int64_t>(V::size(), i + 1 - j) : 0;
-        const V factor = exp_of<T>(V(total_[i]) - V::loadu(total_ + j));
+        const V factor = exp_of<A>(V(total_[i]) - V::loadu(total_ + j));
         const V product = factor * V::loadu(products + i * kLength + j);
         V::set(V(A(0)), factor, lanes).store(decay + j);
         V::set(V(A(0)), product, lanes).store(score + j);

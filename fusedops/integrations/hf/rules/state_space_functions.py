@@ -17,6 +17,7 @@ from fusedops.integrations.hf.rules.mixer_functions import (
     as_state,
     serves,
 )
+from fusedops.ops.selective_scan import selective_scan
 from fusedops.ops.selective_state_space import selective_state_space
 
 
@@ -37,7 +38,9 @@ def _chunk_scan(
 ) -> Any:
     """Compute ``mamba2_chunk_scan``."""
     low, high = dt_limit
-    if not serves(hidden_states, dt, A, B, C, D, dt_bias, initial_states) or not 0 <= low <= high:
+    if not 0 <= low <= high:
+        return None
+    if not serves(hidden_states, dt, A, B, C, D, dt_bias, initial_states):
         return None
     return selective_state_space(
         hidden_states,
@@ -99,7 +102,85 @@ def _is_expanded(tensor: torch.Tensor, first: int) -> bool:
     return all(size == 1 or stride == 0 for size, stride in sizes)
 
 
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """Compute ``mamba_selective_scan``, for which the tokens are the last dimension."""
+    inputs = [None if x is None else x.transpose(1, 2) for x in (hidden_states, dt, B, C, z)]
+    result = _scanned(*inputs, A, D, delta_bias, None, softplus=delta_softplus)
+    if result is None:
+        return None
+    output, state = result
+    return (output.transpose(1, 2), state) if return_last_state else output.transpose(1, 2)
+
+
+def _scan_update(
+    state: torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    z: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Compute ``mamba_selective_state_update``: a step of one token, in place in ``state``."""
+    inputs = [None if x is None else x[:, None] for x in (hidden_states, dt, B, C, z)]
+    result = _scanned(*inputs, A, D, dt_bias, state, softplus=dt_softplus)
+    if result is None:
+        return None
+    state.copy_(result[1])
+    return result[0][:, 0]
+
+
+def _scanned(
+    input: Any,
+    dt: Any,
+    B: Any,
+    C: Any,
+    z: Any,
+    A: Any,
+    D: Any,
+    bias: Any,
+    state: Any,
+    softplus: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return output and last state of a scan of ``[batch, tokens, ...]``."""
+    # Without a softplus the op's steps would end at 0.
+    if not softplus or not serves(input, dt, A, B, C, D, z, bias, state):
+        return None
+    result: tuple[torch.Tensor, torch.Tensor] = selective_scan(
+        input,
+        as_parameter(dt, input),
+        as_parameter(A, input),
+        B.to(input.dtype),
+        C.to(input.dtype),
+        D=as_parameter(D, input),
+        z=None if z is None else z.to(input.dtype),
+        dt_bias=as_parameter(bias, input),
+        dt_softplus=True,
+        initial_state=as_state(state, input),
+        return_state=True,
+    )
+    return result
+
+
 FUNCTIONS = {
     "mamba2_chunk_scan": MixerFunction("selective_state_space", _chunk_scan),
     "mamba2_selective_state_update": MixerFunction("selective_state_space", _state_space_update),
+    "mamba_selective_scan": MixerFunction("selective_scan", _scan),
+    "mamba_selective_state_update": MixerFunction("selective_scan", _scan_update),
 }
