@@ -296,13 +296,13 @@ _LFM2: dict[str, Any] = {
 }
 _MAMBA2: dict[str, Any] = {
     "num_heads": _twice_the_heads,
-    "head_dim": 64,
+    "head_dim": _head_dim,
     "state_size": 64,
     "n_groups": 1,
 }
 _BAMBA: dict[str, Any] = {
     "mamba_n_heads": _twice_the_heads,
-    "mamba_d_head": 64,
+    "mamba_d_head": _head_dim,
     "mamba_d_state": 64,
 }
 _BAMBA |= {"attn_layer_indices": _attention_layers}

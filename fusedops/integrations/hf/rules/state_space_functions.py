@@ -116,8 +116,10 @@ def _scan(
     **_: Any,
 ) -> Any:
     """Compute ``mamba_selective_scan``, for which the tokens are the last dimension."""
-    inputs = [None if x is None else x.transpose(1, 2) for x in (hidden_states, dt, B, C, z)]
-    result = _scanned(*inputs, A, D, delta_bias, None, softplus=delta_softplus)
+    if not delta_softplus:
+        return None
+    rows = [None if x is None else x.transpose(1, 2) for x in (hidden_states, dt, B, C, z)]
+    result = _scanned(rows, A, D, delta_bias)
     if result is None:
         return None
     output, state = result
@@ -138,8 +140,10 @@ def _scan_update(
     **_: Any,
 ) -> torch.Tensor | None:
     """Compute ``mamba_selective_state_update``: a step of one token, in place in ``state``."""
-    inputs = [None if x is None else x[:, None] for x in (hidden_states, dt, B, C, z)]
-    result = _scanned(*inputs, A, D, dt_bias, state, softplus=dt_softplus)
+    if not dt_softplus:
+        return None
+    rows = [None if x is None else x[:, None] for x in (hidden_states, dt, B, C, z)]
+    result = _scanned(rows, A, D, dt_bias, state)
     if result is None:
         return None
     state.copy_(result[1])
@@ -147,20 +151,14 @@ def _scan_update(
 
 
 def _scanned(
-    input: Any,
-    dt: Any,
-    B: Any,
-    C: Any,
-    z: Any,
-    A: Any,
-    D: Any,
-    bias: Any,
-    state: Any,
-    softplus: bool,
+    rows: list[Any], A: torch.Tensor, D: Any, bias: Any, state: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return output and last state of a scan of ``[batch, tokens, ...]``."""
-    # Without a softplus the op's steps would end at 0.
-    if not softplus or not serves(input, dt, A, B, C, D, z, bias, state):
+    """Return output and last state of a scan with softplus, for which the op's steps are these.
+
+    ``rows`` are input, ``dt``, ``B``, ``C`` and ``z``, each ``[batch, tokens, ...]`` or ``None``.
+    """
+    input, dt, B, C, z = rows
+    if not serves(*rows, A, D, bias, state):
         return None
     result: tuple[torch.Tensor, torch.Tensor] = selective_scan(
         input,
