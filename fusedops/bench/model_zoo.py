@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -116,7 +117,9 @@ class GivenTokenDecoder:
                 self.fixed["encoder_outputs"] = model.get_encoder()(prompt)
                 prompt = prompt[:, :1]
             output = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
-        self._cache_name = "cache" if "cache" in output else "past_key_values"  # from 5.24 on
+        # From 5.24 on it is "cache"; that of Mamba is "cache_params".
+        names = ("cache", "past_key_values", "cache_params")
+        self._cache_name = next(name for name in names if name in output)
         self.cache = output[self._cache_name]
 
     def prepare(self) -> Any:
@@ -177,6 +180,24 @@ def _four_times(size: ModelSize) -> int:
 
 def _head_dim(size: ModelSize) -> int:
     return size.hidden // size.heads
+
+
+def _twice_the_heads(size: ModelSize) -> int:
+    return 2 * size.heads
+
+
+def _attention_layers(size: ModelSize) -> list[int]:
+    """Return which layers of a hybrid model have attention: the last one and every fourth."""
+    return [*range(3, size.layers - 1, 4), size.layers - 1]
+
+
+def _layer_types(size: ModelSize, mixer: str) -> list[str]:
+    attention = _attention_layers(size)
+    return ["full_attention" if i in attention else mixer for i in range(size.layers)]
+
+
+def _all_layers(size: ModelSize) -> list[int]:
+    return list(range(size.layers))
 
 
 _HIDDEN, _LAYERS, _HEADS = attrgetter("hidden"), attrgetter("layers"), attrgetter("heads")
@@ -249,6 +270,43 @@ _OPT: dict[str, Any] = {"ffn_dim": _four_times, "word_embed_proj_dim": _HIDDEN, 
 _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 
+# Hybrid models.
+_MIXED: dict[str, Any] = {"layer_types": partial(_layer_types, mixer="linear_attention")}
+_DELTA: dict[str, Any] = _MIXED | {
+    "linear_num_key_heads": lambda size: size.heads // 2,
+    "linear_num_value_heads": _HEADS,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_KIMI: dict[str, Any] = _MIXED | {
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": 64,
+    "num_key_value_heads": _HEADS,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "mlp_layer_types": lambda size: ["dense"] * size.layers,
+}
+_LFM2: dict[str, Any] = {
+    "layer_types": partial(_layer_types, mixer="conv"),
+    "block_auto_adjust_ff_dim": False,
+}
+_MAMBA2: dict[str, Any] = {
+    "num_heads": _twice_the_heads,
+    "head_dim": _head_dim,
+    "state_size": 64,
+    "n_groups": 1,
+}
+_BAMBA: dict[str, Any] = {
+    "mamba_n_heads": _twice_the_heads,
+    "mamba_d_head": _head_dim,
+    "mamba_d_state": 64,
+}
+_BAMBA |= {"attn_layer_indices": _attention_layers}
+
 FAMILIES = {
     entry.name: entry
     for entry in (
@@ -269,6 +327,12 @@ FAMILIES = {
         _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
         _encoder("roberta", "Roberta"),
         _encoder("distilbert", "DistilBert", _DISTILBERT),
+        _gated("qwen3_next", "Qwen3Next", **_DELTA, mlp_only_layers=_all_layers),
+        _gated("kimi_linear", "KimiLinear", **_KIMI),
+        _gated("bamba", "Bamba", **_BAMBA),
+        _causal("mamba2", "Mamba2", **_MAMBA2),
+        _causal("falcon_mamba", "FalconMamba"),
+        _gated("lfm2", "Lfm2", **_LFM2),
     )
 }
 # What is measured unless families are named.

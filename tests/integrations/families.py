@@ -407,9 +407,9 @@ DELTA_OPS = ATTENDED | CONVOLVED | {"gated_delta_rule": 1, "gated_rms_norm": 1}
 QWEN_OPS = DELTA_OPS | {"rotary_embedding": 1}
 QWEN_MOE_OPS = QWEN_OPS | {"moe_sort": 2, "moe_mlp": 2}
 GLM5_OPS = DELTA_OPS | {"linear_glu": 0, "layer_norm": 1}
-SPACE_OPS = CONVOLVED | {"gated_rms_norm": 1, "rms_norm": 5}
+SPACE_OPS = CONVOLVED | {"selective_state_space": 1, "gated_rms_norm": 1, "rms_norm": 5}
 MAMBA2_OPS = dict.fromkeys(SPACE_OPS, 2) | {"rms_norm": 3}
-SCAN_OPS = {"causal_conv1d": 2, "rms_norm": 3}
+SCAN_OPS = {"causal_conv1d": 2, "selective_scan": 2, "rms_norm": 3}
 LFM2_OPS = ATTENDED | CONVOLVED | {"rotary_embedding": 1}
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 DELTA = GROUPED | MIXED | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -441,7 +441,7 @@ NEMOTRON_MAMBA = HEADS | {"layers_block_type": ["mamba", "attention"], "mamba_nu
 NEMOTRON_MAMBA |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
 ZAMBA = {"layers_block_type": ["hybrid", "hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8}
 ZAMBA |= {"num_key_value_heads": 4}
-ZAMBA_OPS = {"rms_norm": 7, "attention": 2, "linear_glu": 2}
+ZAMBA_OPS = {"selective_scan": 4, "rms_norm": 7, "attention": 2, "linear_glu": 2}
 ZAMBA2 = ZAMBA | {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4}
 ZAMBA2 |= {"num_mem_blocks": 1, "mamba_ngroups": 2, "chunk_size": 8}
 JAMBA = GROUPED | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}
@@ -498,7 +498,7 @@ HYBRIDS = by_name(
     hybrid("FalconH1", FALCON_H1, MAMBA2_OPS | FALCON_H1_OPS),
     hybrid("Mamba", {"state_size": 8}, SCAN_OPS),
     hybrid("FalconMamba", {"state_size": 8}, SCAN_OPS | {"rms_norm": 9}),
-    hybrid("Jamba", JAMBA, ATTENDED | CONVOLVED | {"rms_norm": 8}),
+    hybrid("Jamba", JAMBA, ATTENDED | CONVOLVED | {"selective_scan": 1, "rms_norm": 8}),
     hybrid("Zamba", ZAMBA, SCAN_OPS | ZAMBA_OPS),
     hybrid("Lfm2", LFM2, LFM2_OPS),
     hybrid("Lfm2Moe", LFM2 | {"num_dense_layers": 2}, LFM2_OPS),

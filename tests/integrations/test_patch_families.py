@@ -291,6 +291,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "Mixtral": {},
     "GPT2": {"resid_pdrop": 1.0},
     "BertForMaskedLM": {},
+    "Mamba2": {},
 }
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules.mixer_functions import FUNCTIONS
+from fusedops.integrations.hf.rules.mixers import FUNCTIONS
 
 MIXERS = ("causal_conv1d", "gated_delta_rule", "selective_state_space", "selective_scan")
 pytestmark = pytest.mark.skipif(not HYBRIDS, reason="a transformers before 5.17")
@@ -95,6 +95,8 @@ def test_bfloat16(family: Family) -> None:
 FUNCTION_OF = {
     "Qwen3Next": "torch_chunk_gated_delta_rule",
     "KimiLinear": "chunk_kimi_delta_attention",
+    "Mamba2": "mamba2_chunk_scan",
+    "Zamba": "mamba_selective_scan",
     "Lfm2": "causal_conv1d_fn",
 }
 
@@ -189,6 +191,7 @@ def test_edited_code_and_kernels_of_other_packages_stay(edited_file: Any) -> Non
     expected = model(IDS).logits
     fusedops.patch(model)
     (note,) = set(mixers(model).values())
+    assert "another mamba_selective_scan" in note
     assert "causal_conv1d_fn calls test_patch_hybrids" in note
     with counted() as calls:
         assert_close(model(IDS).logits, expected)

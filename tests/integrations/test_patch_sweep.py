@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import VISION, transformers
+from families import KIMI, LFM2, MAMBA2, QWEN_DELTA, VISION, ZAMBA2, transformers
 from patch_testing import TOLERANCE, distance
 from torch import nn
 
@@ -491,6 +491,8 @@ OTHERS = (
     *("causal granitemoe", "causal smollm3", "causal starcoder2", "causal stablelm"),
     *("causal nemotron", "causal helium", "causal glm", "causal qwen2_moe"),
     *("causal qwen3_moe", "causal olmoe", "causal deepseek_v3", "causal mpt"),
+    *("causal qwen3_next", "causal kimi_linear", "causal mamba2", "causal zamba2"),
+    *("causal falcon_mamba", "causal lfm2"),
     *("causal persimmon", "causal xglm", "causal biogpt", "causal openai-gpt", "causal ctrl"),
     *("masked bert eager", "masked roberta", "masked electra", "masked albert"),
     *("masked deberta", "masked deberta-v2", "masked mpnet", "masked modernbert"),
@@ -505,6 +507,11 @@ STAGES = {"depths": [1, 2], "num_heads": [2, 4]}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "qwen3_next": QWEN_DELTA | {"mlp_only_layers": [0, 1]},
+    "kimi_linear": KIMI | {"q_lora_rank": None, "n_group": 1},
+    "mamba2": MAMBA2,
+    "zamba2": ZAMBA2,
+    "lfm2": LFM2,
     "convnext": {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "segformer": {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "swin": {"image_size": 32, "window_size": 4, "embed_dim": 16} | STAGES,

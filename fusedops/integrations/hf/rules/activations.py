@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE
+from fusedops.integrations.hf.original_code import WatchList, watch_list
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
 from fusedops.integrations.hf.symbolic import at, value_of
 
@@ -98,6 +99,12 @@ def activation_in(module: Any, activation: str | Function) -> tuple[str | None, 
     if name is None:
         return None, f"{activation.name} with {parameter!r} is no activation of linear_act"
     return name, None
+
+
+def watched_activation(namespace: dict[str, Any], name: str) -> WatchList:
+    """Return what an activation reads that a file takes from transformers' table by its name."""
+    table = namespace.get("ACT2FN")
+    return WatchList() if table is None else watch_list(type(table[name]))
 
 
 # Function -> its parameter -> the name of the activation.

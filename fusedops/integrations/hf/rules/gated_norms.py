@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.original_code import is_plain
+from fusedops.integrations.hf.original_code import WatchList, is_plain, replaced
+from fusedops.integrations.hf.rules.activations import watched_activation
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
@@ -33,6 +34,7 @@ class GatedNorm(NamedTuple):
 
 class _GatedNorm(nn.Module):
     formula: GatedNorm
+    activations: dict[str, WatchList]  # name of the gate's -> what it reads
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
         module: Any = self
@@ -56,14 +58,16 @@ class _GatedNorm(nn.Module):
 
 def _fits(module: Any, formula: GatedNorm, input: torch.Tensor, gate: torch.Tensor) -> bool:
     weight, dtype = module.weight, input.dtype
+    parts = 1 if formula.groups is None else getattr(module, formula.groups)
     return (
         runs_here(input)
         and is_plain(gate)
-        and _activation(module) in GATE_ACTIVATIONS
+        and _obstacle(module, module.activations) is None
         and dtype != torch.float64  # which the code computes in float32
         and gate.dtype == dtype
         and gate.shape == input.shape
         and weight.shape == input.shape[-1:]
+        and input.shape[-1] % parts == 0
         and (weight.dtype == dtype or (dtype in _HALF and weight.dtype == torch.float32))
         and not (formula.reshapes and (input.dim() != 3 or input.shape[1] == 1))
     )
@@ -80,13 +84,21 @@ def _activation(module: Any) -> Any:
     return getattr(module, "activation", "silu")
 
 
+def _obstacle(module: Any, watched: dict[str, WatchList]) -> str | None:
+    """Return why the gate's activation is none of the op's, or ``None``."""
+    activation = _activation(module)
+    known = activation in watched
+    return replaced(watched[activation]) if known else f"its activation is {activation!r}"
+
+
 def gated_norm_rule(original: type[nn.Module], formula: GatedNorm) -> PatchRule:
     """Return the rule for a class of gated norms with known code."""
+    namespace: Any = original.forward.__globals__
+    watched = {name: watched_activation(namespace, name) for name in GATE_ACTIVATIONS}
+    patched = subclass(original, _GatedNorm, formula=formula, activations=watched)
 
     def plan(module: Any) -> FusionPlan | Refusal:
-        activation = _activation(module)
-        if activation not in GATE_ACTIVATIONS:
-            return Refusal(f"its activation is {activation!r}")
-        return FusionPlan(("gated_rms_norm",))
+        reason = _obstacle(module, watched)
+        return FusionPlan(("gated_rms_norm",)) if reason is None else Refusal(reason)
 
-    return PatchRule(original, subclass(original, _GatedNorm, formula=formula), "O1", plan)
+    return PatchRule(original, patched, "O1", plan)

@@ -35,14 +35,21 @@ def serves(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def as_state(tensor: torch.Tensor | None, input: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor in the dtype of states for an input."""
-    return None if tensor is None else tensor.to(torch.promote_types(input.dtype, torch.float32))
+    """Return a state in the dtype of states for an input.
+
+    Its cache writes to it in place, while an op keeps it for a backward: that gets a copy.
+    """
+    if tensor is None:
+        return None
+    copies = torch.is_grad_enabled()
+    return tensor.to(torch.promote_types(input.dtype, torch.float32), copy=copies)
 
 
 def as_parameter(tensor: torch.Tensor | None, input: torch.Tensor) -> Any:
     """Return a tensor that has float32 or the dtype of an input."""
-    known = tensor is None or tensor.dtype == input.dtype
-    return tensor if known else as_state(tensor, input)
+    if tensor is None or tensor.dtype == input.dtype:
+        return tensor
+    return tensor.to(torch.promote_types(input.dtype, torch.float32))
 
 
 def _convolution(

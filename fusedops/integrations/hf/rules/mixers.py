@@ -25,14 +25,12 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
     with_others,
 )
-from fusedops.integrations.hf.rules.mixer_functions import (
-    ACTIVATIONS,
-    FUNCTIONS,
-    WIDTHS,
-    MixerFunction,
-)
+from fusedops.integrations.hf.rules import mixer_functions, state_space_functions
+from fusedops.integrations.hf.rules.activations import watched_activation
+from fusedops.integrations.hf.rules.mixer_functions import ACTIVATIONS, WIDTHS, MixerFunction
 from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, subclass
 
+FUNCTIONS = mixer_functions.FUNCTIONS | state_space_functions.FUNCTIONS
 _CONVOLUTION = "causal_conv1d"
 # Arguments that say where packed sequences end: transformers ignores or (5.24) refuses them.
 _ENDS = ("cu_seqlens", "seq_idx")
@@ -74,11 +72,12 @@ class _Call:
         self.unknown = _unknown(namespace.get(name), name)
         if self.unknown is None:
             self._watched = watched_function(namespace["__name__"], name)
+            self._activation = watched_activation(namespace, "silu")
             self.fused = _fused(namespace, name, FUNCTIONS[name], self.obstacle)
 
     def obstacle(self) -> str | None:
         """Return why the file's function must run now, or ``None``."""
-        return self.unknown or replaced(self._watched)
+        return self.unknown or replaced(self._watched) or replaced(self._activation)
 
 
 def _unknown(function: Any, name: str) -> str | None:
