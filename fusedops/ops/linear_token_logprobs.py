@@ -73,8 +73,8 @@ def linear_token_logprobs(
         results do not depend on the other rows on the CPU, nor any result on the number of threads;
         with either ``recompute`` the results are the same bits there. Saves ``input``, ``weight``,
         ``target``, ``bias``, four numbers per row and the logits unless they are recomputed. The op
-        is twice differentiable, by complete logits. Rows may be sharded, classes may not:
-        ``fusedops.parallel.vocab_parallel_token_logprobs`` is the form for sharded classes. Under
+        is twice differentiable, by complete logits. Rows may be sharded, classes may not: for these
+        there is ``vocab_parallel_token_logprobs`` in ``fusedops.parallel.tensor.vocabulary``. Under
         autocast all arguments are cast, as torch does for linear.
 
     Reference:

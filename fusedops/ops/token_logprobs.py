@@ -25,6 +25,14 @@ class TokenLogprobs(NamedTuple):
         logsumexp: ``[...]``, the same dtype, log-sum-exp of the logits.
         is_argmax: ``[...]``, bool, whether no class has a larger logit than the target.
         entropy: ``[...]``, dtype of ``logprobs``, or ``None`` if it was not asked for.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.token_logprobs(torch.zeros(1, 4), torch.tensor([2])).is_argmax
+        tensor([True])
     """
 
     logprobs: torch.Tensor

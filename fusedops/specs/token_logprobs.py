@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from fusedops.ops.token_logprobs import TokenLogprobs, token_logprobs
-from fusedops.specs.make import TensorFactory, common_offset, with_extremes
-from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes, describe
+from fusedops.specs import cross_entropy
+from fusedops.specs.make import TensorFactory
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, describe
 
 
 def eager(
@@ -38,59 +41,27 @@ def eager(
 
 
 ENTROPY = {"return_entropy": True}
+# Options that the losses have too.
+_SHARED = {"ignore_index", "softcap", "chunk_size", "recompute"}
 
 
-def _samples(new: TensorFactory) -> list[Sample]:
-    def call(
-        name: str,
-        rows: tuple[int, ...],
-        classes: int,
-        ignored: tuple[int, ...] = (),
-        scale: float = 2.0,
-        shift: float = 0.0,
-        **options: Any,
-    ) -> Sample:
-        target = new.integers(*rows, high=classes)
-        for row in ignored:
-            target.view(-1)[row] = options.get("ignore_index", -100)
-        logits = new(*rows, classes, scale=scale, shift=shift)
-        return Sample(name, (logits, target), ENTROPY | options)
-
-    large = common_offset(new.dtype)
-    extremes = (with_extremes(new(9, 33)), new.integers(9, high=33))
-    return [
-        call("rows", (7,), 33),
-        call("ignored", (2, 4), 20, (1, 6)),
-        call("no_entropy", (7,), 33, (2,), return_entropy=False),
-        call("temperature", (7,), 33, (3,), temperature=0.7),
-        call("softcap", (6,), 40, (3,), scale=4.0, softcap=5.0),
-        call("everything", (2, 5), 45, (4,), scale=3.0, softcap=4.0, temperature=1.5),
-        call("ignore_class", (7,), 5, (2,), ignore_index=3),
-        call("large_logits", (5,), 70, scale=40.0),
-        Sample("extremes", extremes, ENTROPY),
-        call("offset", (5,), 70, shift=large),
-        call("negative_offset", (5,), 2100, shift=-large),
-        call("one_row", (), 129),
-        call("one_class", (3,), 1),
-        call("many_rows", (70,), 48),
-        call("long_rows", (3,), 33001, (1,)),
-        call("all_ignored", (3,), 9, (0, 1, 2)),
-        call("no_rows", (0,), 33),
-    ]
+def samples_of(loss: Spec, new: TensorFactory, *, without: Collection[str] = ()) -> list[Sample]:
+    """Return the calls of a loss as calls of its log-probabilities, but those ``without``."""
+    samples = []
+    for sample in loss.samples(new.device, new.dtype):
+        options: dict[str, Any] = {k: v for k, v in sample.kwargs.items() if k in _SHARED}
+        options["return_entropy"] = sample.kwargs.get("reduction") != "sum"
+        options |= {"temperature": 0.7} if "z_loss" in sample.kwargs else {}
+        if sample.name not in without:
+            samples.append(Sample(sample.name, sample.args, options))
+    return samples
 
 
-def _bad_inputs(device: torch.device) -> list[BadInput]:
-    x, target = torch.randn(3, 8, device=device), torch.tensor([1, 0, 7], device=device)
-    bad = bad_changes(logits=x, target=target)
-    return [
-        bad("scalar", "logits", "scalar", logits=x[0, 0]),
-        bad("no_classes", "logits", "one class", logits=x[:, :0]),
-        bad("target_shape", "target", "[3]", "[2]", target=target[:2]),
-        bad("target_dtype", "target", "int64", "int32", error=TypeError, target=target.int()),
-        bad("too_large", "target", "[0, 8)", "8 at row 2", target=target + 1),
-        bad("temperature", "temperature", "0.0", temperature=0.0),
-        bad("softcap", "softcap", "0.0", softcap=0.0),
-    ]
+def bad_inputs_of(loss: Spec, device: torch.device) -> list[BadInput]:
+    """Return the same of its bad inputs, and a wrong temperature."""
+    bad = [each for each in loss.bad_inputs(device) if _SHARED.issuperset(each.kwargs)]
+    args = loss.samples(device, torch.float32)[0].args
+    return [*bad, BadInput("temperature", args, {"temperature": 0.0}, ValueError, ("0.0",))]
 
 
 def _case(rows: int, classes: int, **options: Any) -> BenchCase:
@@ -103,7 +74,13 @@ def _case(rows: int, classes: int, **options: Any) -> BenchCase:
     return BenchCase.moving(label, make, (size, 2 * size))
 
 
-SPEC = describe(token_logprobs, eager, _samples, _bad_inputs, _case)(
+SPEC = describe(
+    token_logprobs,
+    eager,
+    functools.partial(samples_of, cross_entropy.SPEC),
+    functools.partial(bad_inputs_of, cross_entropy.SPEC),
+    _case,
+)(
     bench_cases=(
         _case(2048, 50257).headlined(),
         _case(2048, 50257, temperature=0.7, softcap=30.0),

@@ -14,6 +14,7 @@ from patch_testing import ARGUMENTS, losses_of
 from torch import nn
 
 from fusedops.integrations.trainer import use_fused_kernels
+from fusedops.integrations.trl import use_fused_heads
 
 
 def tokenizer() -> Any:
@@ -93,6 +94,19 @@ def test_one_process(mode: str, table: Table) -> None:
 @pytest.mark.distributed
 def test_ddp(table: Table) -> None:
     table.compare(Trial(sft, ops=NO_LOSS), "trl", "SFTTrainer, DDP", processes=2)
+
+
+def test_fused_heads_are_those_of_trl() -> None:
+    from trl.trainer import grpo_trainer, utils
+
+    logits, index = torch.randn(3, 7, 500), torch.randint(500, (3, 7))
+    names = {"selective_log_softmax": (logits, index), "entropy_from_logits": (logits,)}
+    want = {name: getattr(utils, name)(*args) for name, args in names.items()}
+    restore = use_fused_heads()
+    for name, args in names.items():
+        torch.testing.assert_close(getattr(grpo_trainer, name)(*args), want[name])
+    restore()
+    assert not hasattr(grpo_trainer.entropy_from_logits, "original")
 
 
 def test_one_line_patches_its_model() -> None:

@@ -26,6 +26,7 @@ from fusedops.nn import (
     LinearCrossEntropyLoss,
     RMSNorm,
 )
+from fusedops.ops import linear_token_logprobs
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import (
     ColumnLinear,
@@ -42,6 +43,7 @@ from fusedops.parallel.tensor.vocabulary import (
     VocabParallelProjection,
     VocabularyEmbedding,
     vocab_parallel_cross_entropy,
+    vocab_parallel_token_logprobs,
 )
 from fusedops.testing import threads
 
@@ -373,6 +375,50 @@ def test_split_losses_equal_the_whole_ones(rank: int, ranks: int, dtype: torch.d
                 assert_all_close(
                     {"": logits}, {"": exact.logits(hidden.double())}, {"": expected}, H
                 )
+
+
+class _Tokens(nn.Module):
+    """Log-probabilities, log-sum-exps and entropies, of a vocabulary that may be split."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, mesh: Any = None) -> None:
+        super().__init__()
+        parameters = {"weight": weight, "bias": bias}
+        for name, value in parameters.items():
+            parameter = nn.Parameter(value)
+            if mesh is not None:
+                parameter = distribute("tokens", name, parameter, mesh, 0, uneven=True)
+            self.register_parameter(name, parameter)
+        self.group = None if mesh is None else mesh.get_group()
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"temperature": 0.7, "softcap": 5.0, "return_entropy": True}
+        if self.group is None:
+            tokens = linear_token_logprobs(hidden, self.weight, target, self.bias, **options)
+        else:
+            x = to_tensor_parallel(hidden, self.group, sequence=False)
+            args = (x, local(self.weight), target, self.group, local(self.bias))
+            tokens = vocab_parallel_token_logprobs(*args, vocab_size=V, **options)
+        self.is_argmax = tokens.is_argmax
+        assert tokens.entropy is not None
+        return torch.stack((tokens.logprobs, tokens.logsumexp, tokens.entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@on_threads("ranks")
+def test_split_log_probabilities_equal_the_whole_ones(
+    rank: int, ranks: int, dtype: torch.dtype
+) -> None:
+    mesh, hidden = tp_mesh(), torch.randn(B, S, H).to(dtype)
+    weight, bias = torch.randn(V, H).to(dtype), torch.randn(V).to(dtype)
+    target = (hidden.double() @ weight.double().T + bias).argmax(-1)
+    target[0, 0], target[0, 1], target[1, :2] = 0, V - 1, -100
+    plain = _Tokens(weight, bias)
+    truth = run(deepcopy(plain).double(), hidden.double(), 1 / 3, target)
+    split, eager = _Tokens(weight, bias, mesh), run(plain, hidden, 1 / 3, target)
+    assert_all_close(run(split, hidden, 1 / 3, target), truth, eager, V)
+    assert torch.equal(split.is_argmax, plain.is_argmax)
+    assert 0 < split.is_argmax.sum() < target.numel()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -12,7 +12,8 @@ numbers per token, of which j counts the entries in the range:
 
 with y the logits, V the vocabulary size, V_r that of the range, t the target, s the label smoothing
 and z the z-loss. What all logits have in common cancels before anything is rounded. The backward
-needs m and S and communicates nothing.
+needs m and S and communicates nothing. Log-probabilities and entropies of tokens need m, S, the
+mean of y - m by the probabilities, and y_t - m: four numbers as well.
 
 Reference: Shoeybi et al.: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -31,6 +32,7 @@ from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.ops import _cross_entropy_math as formulas
 from fusedops.ops.linear_cross_entropy import DEFAULT_CHUNK, check_chunks, keeps_logits
+from fusedops.ops.token_logprobs import TokenLogprobs, result
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.async_linear import lowered
 from fusedops.parallel.tensor.layers import ParallelLayer, check_type, distribute, local
@@ -82,18 +84,9 @@ def vocab_parallel_cross_entropy(
         deterministic: ranks are joined in their order. Differentiable once.
     """
     op = "vocab_parallel_cross_entropy"
-    checks.tensor(op, "hidden", hidden)
-    formulas.check_target(op, target, "hidden", hidden)
     formulas.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     check_chunks(op, chunk_size, recompute)
-    vocab = vocab_range(group.rank(), group.size(), vocab_size)
-    shape = (len(vocab), hidden.shape[-1])
-    checks.shape(op, "weight", weight, shape, "vocabulary of this rank, features of hidden")
-    if checks.readable(target):
-        formulas.check_range(op, target, vocab_size, ignore_index)
-    is_local = (target >= vocab.start) & (target < vocab.stop)
-    local_target = torch.where(is_local, target - vocab.start, _ELSEWHERE)
-    local_target = torch.where(target == ignore_index, _IGNORED, local_target)
+    local_target = _local_target(op, hidden, weight, target, group, vocab_size, ignore_index)
     keep = keeps_logits(recompute, hidden, weight, bias)
     numbers = (label_smoothing, z_loss, softcap or 0.0, chunk_size or DEFAULT_CHUNK, keep)
     tensors = lowered(hidden, weight, bias)
@@ -101,6 +94,109 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (local_target != _IGNORED).sum()
+
+
+def _local_target(
+    op: str,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """Check the tensors; return the targets as classes of this rank."""
+    checks.tensor(op, "hidden", hidden)
+    formulas.check_target(op, target, "hidden", hidden)
+    vocab = vocab_range(group.rank(), group.size(), vocab_size)
+    shape = (len(vocab), hidden.shape[-1])
+    checks.shape(op, "weight", weight, shape, "vocabulary of this rank, features of hidden")
+    if checks.readable(target):
+        formulas.check_range(op, target, vocab_size, ignore_index)
+    is_local = (target >= vocab.start) & (target < vocab.stop)
+    local_target = torch.where(is_local, target - vocab.start, _ELSEWHERE)
+    return torch.where(target == ignore_index, _IGNORED, local_target)
+
+
+def vocab_parallel_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup,
+    bias: torch.Tensor | None = None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    recompute: bool | None = None,
+) -> TokenLogprobs:
+    """Compute ``fusedops.linear_token_logprobs`` with the classes sharded over ranks.
+
+    The tensors are those of ``vocab_parallel_cross_entropy``, the options those of
+    ``linear_token_logprobs``.
+
+    Returns:
+        What ``linear_token_logprobs`` does, the same on every rank.
+
+    Raises:
+        ValueError: a shape or option does not fit, or (CPU) a target is no class.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Sends ``16 * tokens`` bytes to each rank in the forward, nothing in the backward, and is
+        deterministic: ranks are joined in their order. Differentiable once.
+    """
+    op = "vocab_parallel_token_logprobs"
+    cap = formulas.check_token_options(op, temperature, softcap, ignore_index)
+    check_chunks(op, chunk_size, recompute)
+    local_target = _local_target(op, hidden, weight, target, group, vocab_size, ignore_index)
+    keep = keeps_logits(recompute, hidden, weight, bias)
+    options = (_IGNORED, temperature, cap, chunk_size or DEFAULT_CHUNK, keep, True)
+    lower = lowered(hidden, weight, bias)
+    tokens, statistics = _VocabParallelTokens.apply(*lower, local_target, group, options)
+    return result(tokens, statistics, return_entropy)
+
+
+class _VocabParallelTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight, bias, target, group, options = args
+        tokens, statistics, logits = torch.ops.fusedops.linear_token_logprobs(
+            hidden, weight, target, bias, *options
+        )
+        largest, sums, mean, hit = statistics.unbind(-1)
+        # The target's logit relative to the largest here, 0 only where it is that; -inf elsewhere.
+        below = (tokens[0] + sums.log()).clamp(max=-torch.finfo(sums.dtype).tiny)
+        label = below.masked_fill(hit > 0, 0.0).masked_fill(target < 0, -torch.inf)
+        local_terms = torch.stack((largest, sums, mean, label)).unsqueeze(0)
+        gathered = collectives.all_gather(local_terms, group, label="log-probabilities").wait()
+        parts, sums, means, labels = gathered.unbind(1)
+        largest = parts.amax(0)
+        gaps = parts - largest
+        shares = gaps.exp() * sums
+        total = shares.sum(0)
+        mean = (shares * (means + gaps)).sum(0) / total
+        label, log_total = (labels + gaps).amax(0), total.log()
+        ignored = target == _IGNORED
+        tokens = torch.stack((label - log_total, log_total - mean, largest + log_total))
+        statistics = torch.stack((largest, total, mean, (label >= 0).to(mean.dtype)), -1)
+        statistics = statistics.masked_fill(ignored.unsqueeze(-1), 0.0)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, target, statistics, logits)
+        ctx.mark_non_differentiable(statistics)
+        return tokens.masked_fill(ignored, 0.0), statistics
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias, target, statistics, logits = ctx.saved_tensors
+        tensors = (grads[0], hidden, weight, target, bias, statistics, logits)
+        mask = list(ctx.needs_input_grad[:3])
+        results = torch.ops.fusedops.linear_token_logprobs_backward(*tensors, *ctx.options, mask)
+        return *results, None, None, None
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
