@@ -299,6 +299,13 @@ def build(*, verbose: bool = False) -> list[Path]:
         BuildError: no torch, no compiler, or the compiler failed.
     """
     names = library_names()
+    if "host" not in names:
+        print(
+            "fusedops: the compiled host module is not built, because Python.h is missing "
+            "(Debian: apt install python3-dev): calls of patched modules take longer, and the "
+            "memory arena is not available",
+            file=sys.stderr,
+        )
     for name in names:
         with locked(name):
             if not is_current(name):

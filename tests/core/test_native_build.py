@@ -248,6 +248,18 @@ def test_a_wheel_is_not_made_without_its_kernels(
         assert re.search(message, done.stderr, re.DOTALL) and "Traceback" not in done.stderr
 
 
+def test_a_build_without_the_headers_of_python_says_what_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(native, "is_current", lambda name: True)
+    assert not any("host" in path.name for path in native.build())
+    assert "apt install python3-dev" in capsys.readouterr().err
+    (tmp_path / "Python.h").touch()
+    assert any("host" in path.name for path in native.build())
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_an_editable_build_without_a_compiler_runs_the_reference(tmp_path: Path) -> None:
     folder = small_project(tmp_path)

@@ -124,6 +124,25 @@ class RoundedTwiceRMSNorm(Scaled):
         return (normed * self.weight).to(x.dtype)
 
 
+class SizedRMSNorm(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim = WIDTH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+
+
+class ShapedRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class ConstantLayerNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (WIDTH,), self.weight, None, self.eps)
+
+
 NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "torchtitan": (TorchtitanRMSNorm, "rms_norm"),
     "litgpt": (LitgptRMSNorm, "rms_norm"),
@@ -136,6 +155,9 @@ NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "two ways": (ChoosingLayerNorm, "layer_norm"),
     "nanogpt": (NanoGPTLayerNorm, "layer_norm"),
     "formula": (FormulaLayerNorm, "layer_norm"),
+    "size of an attribute": (SizedRMSNorm, "rms_norm"),
+    "last of the shape": (ShapedRMSNorm, "rms_norm"),
+    "constant size": (ConstantLayerNorm, "layer_norm"),
 }
 
 
@@ -219,6 +241,26 @@ class PackedSwiGLU(nn.Module):
         return self.w3(hidden)
 
 
+class SplitSwiGLU(PackedSwiGLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = 48
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.w12(x).split(self.hidden, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class SquaredReLUMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 48)
+        self.down = nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
 class ConvertedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,6 +279,8 @@ FEED_FORWARDS: dict[str, tuple[type[nn.Module], str]] = {
     "litgpt": (LitgptMLP, "mlp"),
     "torchtitan": (TorchtitanFeedForward, "linear_glu"),
     "packed": (PackedSwiGLU, "swiglu"),
+    "split": (SplitSwiGLU, "swiglu"),
+    "squared ReLU": (SquaredReLUMLP, "mlp"),
 }
 
 

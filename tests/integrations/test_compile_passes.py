@@ -357,8 +357,18 @@ def test_inductor_calls_them_and_keeps_the_code(tmp_path: Any, monkeypatch: Any)
     assert str(CompilePasses.__str__(fusedops.compile_passes())).startswith("CompilePasses: no")
 
 
+def test_a_graph_without_a_match_is_reported() -> None:
+    fused, passes = compiled(torch.tanh)
+    assert "when the compiled model is called first" in str(passes)
+    fused(X)
+    assert "1 captured graphs have no part that these passes replace" in str(passes)
+
+
 def test_passes_on_a_patched_model() -> None:
-    """A patched Llama of one layer, compiled with the passes, is as near to float64 as stock."""
+    """A patched Llama of one layer, compiled with the passes, is as near to float64 as stock.
+
+    The passes join both sums of the residual stream with the fused norms behind them.
+    """
     model = DENSE["Llama"].model(num_hidden_layers=1)
     ids = torch.arange(24).view(2, 12)
     results = []
@@ -366,13 +376,27 @@ def test_passes_on_a_patched_model() -> None:
         part = copy.deepcopy(model).to(dtype)
         run = part
         if changes:
-            fusedops.patch(part)
-            run, _ = compiled(part)
+            fusedops.patch(part, level="O3")
+            run, passes = compiled(part)
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         results.append({"loss": loss.detach(), **{n: p.grad for n, p in part.named_parameters()}})
     exact, stock, found = results
+    assert dict(passes.counts) == {"add_rms_norm": 2}
     assert_within_budget(found, stock, exact, torch.float32)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_sum_is_joined_with_the_norm_of_a_patched_module(norm: type[nn.Module]) -> None:
+    patched = norm(16)
+    fusedops.patch(patched)
+    fused, passes = compiled(lambda x: patched(x + torch.tanh(x)))
+    x, other = X.clone().requires_grad_(), X.clone().requires_grad_()
+    fused(x).cos().sum().backward()
+    fusedops.unpatch(patched)
+    patched(other + torch.tanh(other)).cos().sum().backward()
+    assert passes.counts.total() == 1 and next(iter(passes.counts)).startswith("add_")
+    assert_close(x.grad, other.grad)
 
 
 def test_the_cache_key_holds_all_sources_and_the_processor(

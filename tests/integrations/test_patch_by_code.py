@@ -85,6 +85,30 @@ def test_dropout_draws_what_stock_draws(make: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(*outputs)
 
 
+def test_a_split_that_makes_no_halves_runs_the_original() -> None:
+    patched, stock = patched_pair(home_made.SplitSwiGLU())
+    for module in (patched, stock):
+        module.w12 = nn.Linear(WIDTH, 60)
+        with pytest.raises(RuntimeError, match="must match"), counted() as calls:
+            module(ROWS)  # parts of 48 and 12 columns
+        assert not calls["swiglu"]
+
+
+class Inherited(home_made.TorchtitanRMSNorm):
+    """Has the forward of a class in another file."""
+
+
+def test_an_inherited_forward_is_known_until_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched, stock = patched_pair(Inherited())
+    with counted() as calls:
+        torch.testing.assert_close(patched(ROWS), stock(ROWS))
+    assert calls["rms_norm"] == 1
+    monkeypatch.setattr(home_made.TorchtitanRMSNorm, "forward", lambda self, x: x + 1)
+    assert torch.equal(patched(ROWS), ROWS + 1)
+
+
 class OptionalScale(home_made.ConvertedMLP):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         output = self.down(F.gelu(self.up(x))) + x
@@ -207,6 +231,9 @@ FORWARDS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | Non
         lambda self, x: self.weight.float() * (x.float() * _scale(self, x.float())).to(x.dtype),
         None,
     ),
+    "last sizes": (lambda self, x: F.rms_norm(x, x.shape[-2:], None, self.eps), None),
+    "another size": (lambda self, x: F.rms_norm(x, x.shape[0:1], self.weight, self.eps), None),
+    "shape as a factor": (lambda self, x: _normed(self, x) * x.shape[-1], None),
     "without gradient": (torch.no_grad()(_normed), None),
     "own backward": (lambda self, x: OwnFunction.apply(x), None),
     "counts": (_counts, None),

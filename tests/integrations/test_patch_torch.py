@@ -38,6 +38,15 @@ def test_the_report_knows_what_runs_inside_a_sequence() -> None:
     assert [describe(model)[str(each)].reason for each in range(5)] == ["", "", "", inside, inside]
 
 
+@pytest.mark.usefixtures("own_products")
+def test_a_row_of_one_module_names_the_block_around_it() -> None:
+    model = nn.Sequential(nn.Tanh(), feed_forward(nn.GELU()))
+    fusedops.patch(model)
+    lines = str(describe(model)).splitlines()
+    assert lines[0] == "Sequential: 4 of 5 modules replaced"  # describe knows no level
+    assert [line.split()[-2:] for line in lines if line.startswith("1.1 ")] == [["inside", "1"]]
+
+
 def test_shared_module_is_patched_once() -> None:
     norm = nn.LayerNorm(32)
     model = nn.Sequential(norm, nn.Tanh(), norm)

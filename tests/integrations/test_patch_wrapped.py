@@ -121,6 +121,11 @@ def test_unpatch_under_fully_shard_is_refused(mesh: Any) -> None:
     fully_shard(model.transformer.h[0].mlp, mesh=mesh)
     with pytest.raises(fusedops.UnsupportedError, match=r"h\.0\.mlp is a FSDPGPT2MLP"):
         fusedops.unpatch(model)
+    root = nn.LayerNorm(8)
+    fusedops.patch(root)
+    fully_shard(root, mesh=mesh)
+    with pytest.raises(fusedops.UnsupportedError, match="the model is a FSDPLayerNorm"):
+        fusedops.unpatch(root)
 
 
 def test_patching_after_fully_shard_is_reported_and_strictly_refused(mesh: Any) -> None:

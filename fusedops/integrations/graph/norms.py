@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def norm_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 def add_norm_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return the sum of two tensors and its norm, which ends at a node, or ``None``."""
-    match = norm_match(reader, root)
+    match = norm_match(reader, root) or _fused_match(root)
     if match is None:
         return None
     source, *rest = match.arguments
@@ -81,6 +82,22 @@ def _function_match(reader: GraphReader, root: fx.Node) -> Match | None:
     if eps is None and narrowed is not None:
         eps = torch.finfo(torch.float32).eps
     return Match("rms_norm", rms_norm, (source, shape, weight, eps), {}, (root,))
+
+
+def _fused_match(root: fx.Node) -> Match | None:
+    """Return the fused norm, as patched modules call it, whose result a node is, or ``None``."""
+    match root.args:
+        case (fx.Node(target=op, args=arguments), 0) if root.target is operator.getitem:
+            pass
+        case _:
+            return None
+    if op is torch.ops.fusedops.layer_norm.default:
+        return Match("layer_norm", layer_norm, arguments, {}, (root,))
+    if op is torch.ops.fusedops.rms_norm.default:
+        *others, offset, rounding = arguments
+        options = {"weight_offset": offset, "rounding": rounding}
+        return Match("rms_norm", rms_norm, tuple(others), options, (root,))
+    return None
 
 
 def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:

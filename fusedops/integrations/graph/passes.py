@@ -62,8 +62,15 @@ class CompilePasses(dict[str, Any]):
 
     rewrites: tuple[str, ...]
     counts: Counter[str]
+    _graph_pass: _GraphPass
 
     def __str__(self) -> str:
+        num_graphs = self._graph_pass.num_graphs
+        if not self.counts and num_graphs:
+            return (
+                f"CompilePasses: no call of a fused op; {num_graphs} captured graphs have no part "
+                "that these passes replace"
+            )
         if not self.counts:
             return (
                 "CompilePasses: no call of a fused op yet; graphs are captured when the compiled "
@@ -77,12 +84,17 @@ class _GraphPass(CustomGraphPass):
     def __init__(self, rewrites: tuple[str, ...], counts: Counter[str]) -> None:
         self._rewrites = rewrites
         self._counts = counts
+        self.num_graphs = 0  # that were captured
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph and those that it runs, as checkpointing does."""
+        self.num_graphs += 1
+        self._rewrite_all(graph)
+
+    def _rewrite_all(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             for body in bodies(node):
-                self(body.graph)
+                self._rewrite_all(body.graph)
                 body.recompile()
         _write_as_linear(graph)
         for name in self._rewrites:
@@ -189,5 +201,5 @@ def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
     }
     known = {name: value for name, value in options.items() if hasattr(inductor_config, name)}
     passes = CompilePasses(known)
-    passes.rewrites, passes.counts = ordered, counts
+    passes.rewrites, passes.counts, passes._graph_pass = ordered, counts, graph_pass
     return passes

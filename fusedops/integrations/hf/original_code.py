@@ -233,7 +233,8 @@ class _Reading:
     def add_method(self, cls: type[nn.Module], name: str) -> None:
         method = getattr(cls, name)
         self._methods[name] = None
-        if self._adds(cls, name, _known(method, _root(cls))):
+        owner = next(base for base in cls.__mro__ if name in vars(base))
+        if self._adds(cls, name, _known(method, _root(owner))):
             self._add_code(cls, inspect.unwrap(method))
 
     def add(self, module: ModuleType, name: str, value: Any) -> None:

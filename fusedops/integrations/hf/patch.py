@@ -214,14 +214,14 @@ def unpatch(model: nn.Module) -> None:
     """
     checks.module("unpatch", model)
     covered = [
-        f"{name} is a {type(module).__name__}"
+        f"{name or 'the model'} is a {type(module).__name__}"
         for name, module in model.named_modules()
         if _covered(module)
     ]
     if covered:
         raise UnsupportedError(
-            f"unpatch: another class lies on top of the patched one, remove it first: "
-            f"{'; '.join(covered)}"
+            f"unpatch: another class lies on top of the patched one: {'; '.join(covered)}; "
+            f"remove a parametrization first; after fully_shard, build the model again"
         )
     _restore(model)
     calibration.forget(model)

@@ -165,21 +165,25 @@ class PatchReport:
         last = [counts] if counts else []
         if self.step is not None:
             last.append(str(self.step))
-        return "\n".join([f"{summary} at level {self.level}", *lines, *last])
+        if self.level != "-":  # ``describe`` does not know it
+            summary += f" at level {self.level}"
+        return "\n".join([summary, *lines, *last])
 
 
 def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, ...]]:
     """Return one row per kind of module: equal entries of numbered layers share one."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[ModuleReport]] = {}
     for entry in modules:
         general = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
         # The numbers of layers, not those of a measurement (0.81x, 1.5 ms).
         reason = re.sub(r"(?<![^. ])\d+(?![^.])(?!\.\d+(x| ms))", "*", entry.reason)
         backend = entry.backend if entry.replaced else "-"
         key = (general, entry.cls, entry.op or "-", backend, entry.gradients, reason)
-        groups.setdefault(key, []).append(entry.name)
+        groups.setdefault(key, []).append(entry)
     rows = []
-    for (general, *columns), names in groups.items():
-        name = names[0] if len(names) == 1 else f"{general} (x{len(names)})"
-        rows.append((name or "(the model)", *columns))
+    for (general, *columns, reason), entries in groups.items():
+        name = f"{general} (x{len(entries)})"
+        if len(entries) == 1:
+            name, reason = entries[0].name or "(the model)", entries[0].reason
+        rows.append((name, *columns, reason))
     return rows

@@ -50,9 +50,10 @@ class Question(NamedTuple):
 
     path: str  # of the attribute
     # A function of ``operator``; ``"truth"``; ``"tensor"``: whether it is one; or ``"one dtype"``:
-    # whether all floating parameters of the module have one dtype
+    # whether all floating parameters of the module have one dtype; or ``"halves"``: whether the
+    # layer at ``path`` has two times ``value`` outputs
     comparison: str = "truth"
-    value: float | str | torch.dtype | None = None  # what it is compared with
+    value: Expression = None  # what it is compared with
 
     def answer(self, module: nn.Module) -> bool:
         """Return the answer for a module in its current state."""
@@ -61,6 +62,8 @@ class Question(NamedTuple):
         attribute = value_of(module, self.path)
         if self.comparison == "tensor":
             return isinstance(attribute, torch.Tensor)
+        if self.comparison == "halves":
+            return bool(getattr(attribute, "out_features", None) == 2 * at(module, self.value))
         if self.comparison == "truth":
             return bool(attribute)
         return bool(getattr(operator, self.comparison)(attribute, self.value))
@@ -368,6 +371,10 @@ class _Symbol(_Value):
     def __getattr__(self, name: str) -> Any:
         if name == "dtype":
             return _Symbol(self._run, ("dtype", self._content))
+        if name == "shape":
+            return _Shape(_Symbol(self._run, ("size", self._content, -1)))
+        if name == "split":
+            return self._halves
         if name not in METHODS:
             raise NoExpressionError
         return _Method(self, name)
@@ -388,6 +395,14 @@ class _Symbol(_Value):
 
     __hash__ = None
 
+    def _halves(self, split_size: Any, dim: int = 0) -> list[_Symbol]:
+        """Return what ``split`` makes of the result of a child, if that is two halves."""
+        match self._content, _plain(split_size):
+            case ("call", child, _), int() | ("attribute", _) as size if dim == -1:
+                if self._run.answer(Question(child, "halves", size)):
+                    return _Symbol(self._run, ("chunk", self._content, 2, ("dim", -1)))._parts()
+        raise NoExpressionError
+
     def _parts(self) -> list[_Symbol]:
         match self._content:
             case ("chunk", _, int(count), ("dim", -1)):
@@ -406,6 +421,23 @@ class _Symbol(_Value):
         return self._parts()[index]
 
     __bool__ = _no_answer
+
+
+class _Shape:
+    """The shape of a result, which may be asked for its last size alone."""
+
+    def __init__(self, last: _Symbol) -> None:
+        self._last = last
+
+    def __getitem__(self, index: Any) -> Any:
+        if type(index) is slice and index == slice(-1, None):
+            return (self._last,)
+        if type(index) is int and index == -1:
+            return self._last
+        raise NoExpressionError
+
+    __iter__ = __len__ = __contains__ = __bool__ = __eq__ = __ne__ = __add__ = _no_answer
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _plain(value: Any) -> Any:

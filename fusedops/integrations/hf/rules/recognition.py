@@ -26,7 +26,7 @@ class NormExpression(NamedTuple):
     eps: float | Place | None = None  # ``None`` for torch's own
     weight_offset: float = 0.0  # as in ``rms_norm``
     rounding: str = "torch"  # as in ``rms_norm``
-    shape: Place | None = None  # where ``normalized_shape`` is
+    shape: Place | int | None = None  # where ``normalized_shape`` is, or its only size
     wide: bool = True  # whether the code computes in float32
     narrowed: bool = False  # whether it returns the dtype of the input at last
     one_dtype: bool = False  # whether weight and input must have one
@@ -60,6 +60,8 @@ def _functional(expression: Expression) -> NormExpression | None:
             pass
         case (("size", _, -1),) if shape[0][1] == INPUT:
             shape = None
+        case (int() | ("attribute", str()),):
+            shape = shape[0]
         case _:
             return None
     places = given.get("weight"), given.get("bias")
@@ -214,7 +216,7 @@ def activation_of(expression: Expression) -> tuple[str | Function | None, Expres
             return Function("gelu"), source
         case ("gelu", source, ("approximate", approximate)):
             return Function("gelu", approximate), source
-        case ("square", ("relu", source)):
+        case ("square", ("relu", source, *rest)) if _in_place(rest) is False:
             return Function("relu2"), source
         case ("mul", source, ("sigmoid", bounded)) | ("mul", ("sigmoid", bounded), source):
             if is_same_value(source, bounded):
