@@ -99,8 +99,8 @@ inline Vec<T> exp_of(const Vec<T>& x) {
 }
 
 // exp(x) for products of many factors: to one unit in the last place, 1 at 0 and without a bias,
-// which ``exp_of`` has (7.5e-8: the state of 4096 tokens was off by 1.5e-4). 0 and infinity where it
-// underflows and overflows; NaN stays NaN.
+// which ``exp_of`` has (7.5e-8: the state of 4096 tokens was off by 1.5e-4). 0 and infinity where
+// it underflows and overflows; NaN stays NaN.
 inline VecF exp_unbiased(const VecF& x) {
   const VecF bounded = at::vec::clamp(x, VecF(-105.0f), VecF(105.0f));
   const VecF n = (bounded * VecF(static_cast<float>(kLog2E))).round();
@@ -115,7 +115,9 @@ inline VecF exp_unbiased(const VecF& x) {
   return scale_by_power_of_two(p, n);
 }
 
-inline VecD exp_unbiased(const VecD& x) { return x.exp(); }
+inline VecD exp_unbiased(const VecD& x) {
+  return x.exp();
+}
 
 }  // namespace
 }  // namespace fusedops::CPU_CAPABILITY

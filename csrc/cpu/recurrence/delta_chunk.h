@@ -227,18 +227,19 @@ class DeltaChunk {
     }
   }
 
+  // The decay of the state is the exponential of a sum: a product of decays near 1, each of which
+  // is rounded, has a bias that grows with the tokens.
   void load_channels(const A* gate) {
+    const auto add = [](const V& a, const V& b) { return a + b; };
     for (int64_t i = 0; i < count; ++i) {
-      A* decay = token_decay + i * key_size;
+      A *decay = token_decay + i * key_size, *sum = rise_rows + i * key_size;
       widen_row(gate + i * call_.heads * call_.key_dim, call_.key_dim, decay);
-      exponentiate_row(decay, key_size);
+      std::copy_n(decay, key_size, sum);
+      if (i > 0) map_rows(sum, key_size, add, sum - key_size, decay);
     }
+    exponentiate_row(token_decay, count * key_size);
+    exponentiate_row(rise_rows, count * key_size);
     const int64_t last = (count - 1) * key_size;
-    std::copy_n(token_decay, key_size, rise_rows);
-    for (int64_t at = 0; at < last; at += key_size) {
-      const A* next = token_decay + at + key_size;
-      multiply_rows(rise_rows + at + key_size, key_size, rise_rows + at, next);
-    }
     std::fill_n(left_rows + last, key_size, A(1));
     for (int64_t at = last; at > 0; at -= key_size) {
       multiply_rows(left_rows + at - key_size, key_size, left_rows + at, token_decay + at);
