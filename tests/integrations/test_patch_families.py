@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import ALL, BY_CODE, CORE, DENSE, ENCODERS, SPARSE, VARIANTS, Family
+from families import ALL, BY_CODE, CORE, DENSE, ENCODERS, HYBRIDS, SPARSE, VARIANTS, Family
 from patch_testing import (
     assert_all_close,
     assert_close,
@@ -291,8 +291,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "Mixtral": {},
     "GPT2": {"resid_pdrop": 1.0},
     "BertForMaskedLM": {},
-    "Mamba2": {},
-}
+} | dict.fromkeys(HYBRIDS.keys() & {"Mamba2"}, {})
 
 
 @pytest.mark.ci(every=2)
