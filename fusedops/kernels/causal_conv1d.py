@@ -214,7 +214,7 @@ def _backward_kernel(
             token = place % tokens
         total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         if HAS_OUTPUT:
-            for j in tl.static_range(WIDTH):
+            for j in range(WIDTH):  # not unrolled: registers would spill
                 later = token + j
                 valid = (here & (later >= first) & (later < end))[:, None] & inside[None, :]
                 offset = (batch * stride_yb + later * stride_yt)[:, None]
@@ -243,28 +243,29 @@ def _backward_kernel(
                 w = tl.load(w_ptr + col * WIDTH + WIDTH - 1 - j, mask=inside, other=0.0)
                 # What is no token has no gradient, whatever the weight is.
                 total += tl.where(valid, grad * w.to(tl.float32)[None, :], 0.0)
-                if j == 0 and not INITIAL:
-                    grad = tl.where(valid, grad, 0.0)
-                    for k in tl.static_range(WIDTH):
-                        x = _input(
-                            x_ptr,
-                            state_ptr,
-                            row,
-                            batch,
-                            first,
-                            token - (WIDTH - 1) + k,
-                            col,
-                            valid,
-                            num_channels,
-                            stride_xb,
-                            stride_xt,
-                            HAS_STATE,
-                            WIDTH,
-                        )
-                        part = tl.sum(tl.where(valid, grad * x, 0.0), axis=0)
-                        sums += tl.where((number == k)[:, None], part[None, :], 0.0)
-                    part = tl.sum(grad, axis=0)
-                    sums += tl.where((number == WIDTH)[:, None], part[None, :], 0.0)
+                if not INITIAL:  # noqa: SIM102, as one of them is known to the compiler
+                    if j == 0:
+                        grad = tl.where(valid, grad, 0.0)
+                        for k in tl.static_range(WIDTH):
+                            x = _input(
+                                x_ptr,
+                                state_ptr,
+                                row,
+                                batch,
+                                first,
+                                token - (WIDTH - 1) + k,
+                                col,
+                                valid,
+                                num_channels,
+                                stride_xb,
+                                stride_xt,
+                                HAS_STATE,
+                                WIDTH,
+                            )
+                            part = tl.sum(tl.where(valid, grad * x, 0.0), axis=0)
+                            sums += tl.where((number == k)[:, None], part[None, :], 0.0)
+                        part = tl.sum(grad, axis=0)
+                        sums += tl.where((number == WIDTH)[:, None], part[None, :], 0.0)
         mask = here[:, None] & inside[None, :]
         if ADDS_STATE:
             kept = token - (end - (WIDTH - 1))
@@ -323,7 +324,9 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 *incoming, *tensors, *targets, *sizes, *strides, INITIAL=False, **form,
                 **_launch.FOUR_WARPS,
             )  # fmt: skip
-            sums = _launch.sum_rows(parts, torch.float32)
+            total = _launch.sum_rows(parts, torch.float32)
+            assert total is not None
+            sums = total
         if dinitial is not None and dinitial.numel():
             count = rows * (width - 1)
             grid = (triton.cdiv(x.shape[1], _CHANNELS), triton.cdiv(count, _BACKWARD_TOKENS))
@@ -331,7 +334,6 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 *incoming, *tensors, dx, dinitial, sums, count, *sizes[1:], *strides, INITIAL=True,
                 **form, **_launch.FOUR_WARPS,
             )  # fmt: skip
-    assert sums is not None
     table = sums.reshape(form["BLOCK_W"], x.shape[1])
     return (
         dx if mask[0] else None,
