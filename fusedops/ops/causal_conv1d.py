@@ -230,5 +230,6 @@ _OP = define_op(
         reference=_backward,
         layouts={"input": _empty},
     ),
+    triton="fusedops.kernels.causal_conv1d",
     shard=_shard,
 )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from hot_samples import attention, elementwise, experts, lists, products, rows
+from hot_samples import attention, elementwise, experts, lists, products, rows, state_space
 from hot_samples.call import HotCall, New
 
 __all__ = ["HotCall", "New", "calls", "ops"]
@@ -31,6 +31,7 @@ _CALLS: dict[str, list[HotCall]] = {
     **lists.CALLS,
     **products.CALLS,
     **rows.CALLS,
+    **state_space.CALLS,
 }
 
 

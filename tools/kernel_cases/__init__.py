@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from fusedops._core.activation import GELU_VARIANTS
-from kernel_cases import attention, elementwise, experts, lists, products, rows
+from kernel_cases import attention, elementwise, experts, lists, products, rows, state_space
 
 # By the name of the file in ``fusedops/kernels``; files without a kernel of their own have none.
 CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "baddbmm": products.baddbmm_cases,
     "bias_dropout_add": elementwise.bias_dropout_add_cases,
     "bias_gelu": elementwise.bias_gelu_cases,
+    "causal_conv1d": state_space.causal_conv1d_cases,
     "cross_entropy": rows.cross_entropy_cases,
     "gated_rms_norm": rows.gated_rms_norm_cases,
     "geglu": partial(elementwise.glu_cases, tuple(GELU_VARIANTS.values())),
