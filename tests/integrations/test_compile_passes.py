@@ -361,7 +361,7 @@ def test_a_graph_without_a_match_is_reported() -> None:
     fused, passes = compiled(torch.tanh)
     assert "when the compiled model is called first" in str(passes)
     fused(X)
-    assert "1 captured graphs have no part that these passes replace" in str(passes)
+    assert "the captured graphs have no part that these passes replace" in str(passes)
 
 
 def test_passes_on_a_patched_model() -> None:
@@ -390,12 +390,16 @@ def test_passes_on_a_patched_model() -> None:
 def test_a_sum_is_joined_with_the_norm_of_a_patched_module(norm: type[nn.Module]) -> None:
     patched = norm(16)
     fusedops.patch(patched)
-    fused, passes = compiled(lambda x: patched(x + torch.tanh(x)))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return patched(x + torch.tanh(x))
+
+    fused, passes = compiled(lambda x: checkpoint(block, x, use_reentrant=False) + block(x))
     x, other = X.clone().requires_grad_(), X.clone().requires_grad_()
     fused(x).cos().sum().backward()
     fusedops.unpatch(patched)
-    patched(other + torch.tanh(other)).cos().sum().backward()
-    assert passes.counts.total() == 1 and next(iter(passes.counts)).startswith("add_")
+    (2 * block(other)).cos().sum().backward()
+    assert passes.counts.total() == 2 and next(iter(passes.counts)).startswith("add_")
     assert_close(x.grad, other.grad)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,11 +66,10 @@ class CompilePasses(dict[str, Any]):
     _graph_pass: _GraphPass
 
     def __str__(self) -> str:
-        num_graphs = self._graph_pass.num_graphs
-        if not self.counts and num_graphs:
+        if not self.counts and self._graph_pass.has_run:
             return (
-                f"CompilePasses: no call of a fused op; {num_graphs} captured graphs have no part "
-                "that these passes replace"
+                "CompilePasses: no call of a fused op; the captured graphs have no part that these "
+                "passes replace"
             )
         if not self.counts:
             return (
@@ -84,17 +84,17 @@ class _GraphPass(CustomGraphPass):
     def __init__(self, rewrites: tuple[str, ...], counts: Counter[str]) -> None:
         self._rewrites = rewrites
         self._counts = counts
-        self.num_graphs = 0  # that were captured
+        self.has_run = False
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph and those that it runs, as checkpointing does."""
-        self.num_graphs += 1
-        self._rewrite_all(graph)
-
-    def _rewrite_all(self, graph: fx.Graph) -> None:
+        self.has_run = True
+        for node in reversed(graph.nodes):
+            if node.target is operator.getitem and not node.users:  # a result that nobody reads
+                graph.erase_node(node)
         for node in list(graph.nodes):
             for body in bodies(node):
-                self._rewrite_all(body.graph)
+                self(body.graph)
                 body.recompile()
         _write_as_linear(graph)
         for name in self._rewrites:

@@ -9,8 +9,8 @@ are nested tuples, written in one way however the code writes them (``torch_oper
 * ``(operation, *arguments)``: a function or method of torch; keywords follow as ``(name, value)``.
 
 No instance is needed. Where the code asks something about an attribute, it is run once for either
-answer, and each result is a ``Path`` with the answers that lead to it. Code that asks for a shape
-or the state of the process, or that changes something, has no expression.
+answer, and each result is a ``Path`` with the answers that lead to it. Code that asks for a size
+other than the last or the state of the process, or that changes something, has no expression.
 """
 
 from __future__ import annotations
