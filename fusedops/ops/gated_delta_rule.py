@@ -63,10 +63,11 @@ def gated_delta_rule(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        The sums and the state are float32 (float64 for float64). Several tokens are computed in
-        chunks of 64, with a gate per channel in chunks of 16: a sequence in pieces of whole chunks
-        has the bits of one call, and packed sequences have those of separate calls. Results do not
-        depend on the number of threads. The arguments are saved, and the backward computes the
+        The sums and the state are float32 (float64 for float64); on GPUs the products of half
+        precision have TF32 operands. Several tokens are computed in chunks of 64, with a gate per
+        channel in chunks of 16: a sequence in pieces of whole chunks has the bits of one call, and
+        packed sequences have those of separate calls. Results do not depend on the number of
+        threads. Without a gate per channel a decay of 0, a gate of -inf, gives NaN. The arguments are saved, and the backward computes the
         states again. A gate above 0 is not refused, but may overflow. A value that is not
         finite may make all values of its head and sequence NaN, gradients too. Autocast does not
         change the call.
@@ -184,5 +185,6 @@ _OP = define_op(
         saves=DeltaRuleArguments._fields[:7],
         reference=_backward,
     ),
+    triton="fusedops.kernels.gated_delta_rule",
     shard=_shard,
 )

@@ -222,4 +222,5 @@ SPEC = describe(gated_delta_rule, _eager, _samples, _bad_inputs, _case)(
     summary="linear attention by the gated delta rule, a gate per head or per channel",
     autocast="keep",
     rows_are_independent=False,
+    rounds_inside=True,
 )

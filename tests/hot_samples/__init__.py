@@ -18,7 +18,16 @@ from __future__ import annotations
 
 import torch
 
-from hot_samples import attention, elementwise, experts, lists, products, rows, state_space
+from hot_samples import (
+    attention,
+    elementwise,
+    experts,
+    lists,
+    products,
+    recurrences,
+    rows,
+    state_space,
+)
 from hot_samples.call import HotCall, New
 
 __all__ = ["HotCall", "New", "calls", "ops"]
@@ -30,6 +39,7 @@ _CALLS: dict[str, list[HotCall]] = {
     **experts.CALLS,
     **lists.CALLS,
     **products.CALLS,
+    **recurrences.CALLS,
     **rows.CALLS,
     **state_space.CALLS,
 }

@@ -12,7 +12,16 @@ from functools import partial
 from typing import Any
 
 from fusedops._core.activation import GELU_VARIANTS
-from kernel_cases import attention, elementwise, experts, lists, products, rows, state_space
+from kernel_cases import (
+    attention,
+    elementwise,
+    experts,
+    lists,
+    products,
+    recurrences,
+    rows,
+    state_space,
+)
 
 # By the name of the file in ``fusedops/kernels``; files without a kernel of their own have none.
 CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -28,6 +37,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "causal_conv1d": state_space.causal_conv1d_cases,
     "cross_entropy": rows.cross_entropy_cases,
     "gated_rms_norm": rows.gated_rms_norm_cases,
+    "gated_delta_rule": recurrences.gated_delta_rule_cases,
     "geglu": partial(elementwise.glu_cases, tuple(GELU_VARIANTS.values())),
     "gelu": elementwise.gelu_cases,
     "grouped_mm_add_gradients": list,
