@@ -20,6 +20,9 @@ from fusedops.kernels._norm_rows import scale_of, statistics
 
 # Elements of a group that a program holds in registers.
 _MAX_SIZE = 8192
+# A square that is fused with the sum of the other lanes' squares is not rounded as these are: each
+# lane would have another last bit of the row's statistic.
+_UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -170,7 +173,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = (x.stride(0), g.stride(0), len(x), size, eps)
     with _launch.device_of(x):
         grid = (triton.cdiv(len(x), tile["BLOCK_M"]), groups)
-        _forward_kernel[grid](*tensors, *numbers, **flags, **options)
+        _forward_kernel[grid](*tensors, *numbers, **flags, **options | _UNFUSED)
     return output, rstd
 
 

@@ -215,8 +215,8 @@ def exact_rows(name: str, kind: str, spread: int) -> list[Row]:
     [
         *((f"{name}.f32", "f32") for name in ("add", "sub", "mul")),
         *((f"{name}.rn.f32", "f32") for name in ("add", "sub", "mul", "fma", "div")),
-        *((f"{name}.f64", "f64") for name in ("add", "sub", "mul", "fma.rn")),
-        *((f"{name}.bf16", "bf16") for name in ("add", "sub", "mul", "fma.rn")),
+        *((f"{name}.f64", "f64") for name in ("add", "sub", "mul", "mul.rn", "fma.rn")),
+        *((f"{name}.bf16", "bf16") for name in ("add", "sub", "mul", "mul.rn", "fma.rn")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("spread", [3, 80])
@@ -318,7 +318,7 @@ def pair(low: int, high: int, width: int) -> int:
 @pytest.mark.parametrize(
     ("opcode", "kind"),
     [
-        *((f"{name}.f32x2", "f32") for name in ("add", "sub", "mul", "fma.rn")),
+        *((f"{name}.f32x2", "f32") for name in ("add", "sub", "mul", "mul.rn", "fma.rn")),
         *((f"{name}.bf16x2", "bf16") for name in ("add", "fma.rn")),
     ],
 )

@@ -66,10 +66,11 @@ def gated_rms_norm_cases() -> list[dict[str, Any]]:
         tile, options = gated_rms_norm._tile(cols)
         sizes = flags | {"NORM_FIRST": first, "ACTIVATION": activation} | tile
         suffix = f"{activation} {'after' if first else 'before'} the norm"
-        for kernel in (gated_rms_norm._forward_kernel, gated_rms_norm._backward_kernel):
-            resident = _launch.resident(options["num_warps"])
-            more = {"resident": resident} if kernel is gated_rms_norm._backward_kernel else {}
-            cases.append(report_case(kernel, types, sizes, options, suffix=suffix, **more))
+        unfused = options | gated_rms_norm._UNFUSED
+        kernel = gated_rms_norm._forward_kernel
+        cases.append(report_case(kernel, types, sizes, unfused, suffix=suffix))
+        kernel, resident = gated_rms_norm._backward_kernel, _launch.resident(options["num_warps"])
+        cases.append(report_case(kernel, types, sizes, options, suffix=suffix, resident=resident))
     return cases
 
 

@@ -374,9 +374,9 @@ void floats(Table& table) {
   table["sqrt.rn.f64"] = lanes<[](double a) { return std::sqrt(a); }>;
   table["neg.f64"] = lanes<[](double a) { return -a; }>;
   table["abs.f64"] = lanes<[](double a) { return std::fabs(a); }>;
-  table["add.f32x2"] = lanes<pairs<plus>>;
-  table["sub.f32x2"] = lanes<pairs<minus>>;
-  table["mul.f32x2"] = lanes<pairs<times>>;
+  table["add.f32x2"] = table["add.rn.f32x2"] = lanes<pairs<plus>>;
+  table["sub.f32x2"] = table["sub.rn.f32x2"] = lanes<pairs<minus>>;
+  table["mul.f32x2"] = table["mul.rn.f32x2"] = lanes<pairs<times>>;
   table["fma.rn.f32x2"] = lanes<[](F32x2 a, F32x2 b, F32x2 c) {
     return F32x2{std::fma(a.low, b.low, c.low), std::fma(a.high, b.high, c.high)};
   }>;
