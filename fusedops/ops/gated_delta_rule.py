@@ -67,10 +67,9 @@ def gated_delta_rule(
         precision have TF32 operands. Several tokens are computed in chunks of 64, with a gate per
         channel in chunks of 16: a sequence in pieces of whole chunks has the bits of one call, and
         packed sequences have those of separate calls. Results do not depend on the number of
-        threads. Without a gate per channel a decay of 0, a gate of -inf, gives NaN. The arguments are saved, and the backward computes the
-        states again. A gate above 0 is not refused, but may overflow. A value that is not
-        finite may make all values of its head and sequence NaN, gradients too. Autocast does not
-        change the call.
+        threads. The arguments are saved, and the backward computes the states again. A gate above 0
+        is not refused, but may overflow. A value that is not finite, a gate of -inf too, may make
+        all values and gradients of its head and sequence NaN. Autocast does not change the call.
 
     Reference:
         Yang et al.: Gated Delta Networks, arXiv:2412.06464; Kimi Linear, arXiv:2510.26692.
