@@ -111,6 +111,28 @@ def test_products_of_a_warp(kind: str) -> None:
     assert torch.equal(found, (a @ b + c)[rows, columns])
 
 
+def test_products_of_tf32() -> None:
+    """mma.m16n8k8: registers of the operands by the manual's tables of fragments."""
+    a, b, c = numbers(16, 8), numbers(8, 8, seed=1), numbers(16, 8, seed=2)
+    lanes = torch.arange(32)
+    group, member = lanes // 4, lanes % 4
+    left = [a[group + i % 2 * 8, member + i // 2 * 4] for i in range(4)]
+    right = [b[member + i * 4, group] for i in range(2)]
+    sums = [c[group + i // 2 * 8, member * 2 + i % 2] for i in range(4)]
+    values = torch.cat([*left, *right, *sums]).view(torch.int32)
+    values[: 6 * 32] |= 1  # a bit that is not read
+    load = "".join(f"ld.global.b32 %r{10 + i}, [%d5+{128 * i}];" for i in range(10))
+    store = "".join(f"st.global.b32 [%d4+{128 * i}], %r{20 + i};" for i in range(4))
+    body = f"""{load}
+      mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{%r20, %r21, %r22, %r23}},
+        {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r17, %r18, %r19}};
+      {store}"""
+    found = run(body, torch.zeros(128), values)
+    product = a @ b + c
+    places = [product[group + i // 2 * 8, member * 2 + i % 2] for i in range(4)]
+    assert torch.equal(found, torch.cat(places))
+
+
 # ---- wgmma
 
 CODES = {0: 0, 128: 1, 64: 2, 32: 3}  # of the swizzle, in bits 62 and 63 of a descriptor

@@ -143,6 +143,36 @@ void multiply(Block& block, Warp& warp, const Instruction& instruction, uint32_t
                 std::bit_cast<uint32_t>(c[group + (i / 2) * 8][pair + i % 2]));
   }
 }
+// mma.m16n8k8 of TF32: lane l has of A the rows l/4 and l/4 + 8 and the columns l%4 and l%4 + 4, of
+// B the column l/4. The last 13 bits of a number are not read.
+void multiply_tf32(Block& block, Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  if (lanes != kAll) block.fail("mma without all lanes");
+  const auto& operands = instruction.operands;
+  float a[16][8], b[8][8];
+  const auto word = [&](int operand, int i, int lane) {
+    return static_cast<uint32_t>(block.value(warp, operands[operand].elements[i], lane));
+  };
+  const auto number = [&](int operand, int i, int lane) {
+    return std::bit_cast<float>(word(operand, i, lane) & 0xffffe000u);
+  };
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int group = lane / 4, member = lane % 4;
+    for (int i = 0; i < 4; ++i) a[group + (i % 2) * 8][member + (i / 2) * 4] = number(1, i, lane);
+    for (int i = 0; i < 2; ++i) b[member + i * 4][group] = number(2, i, lane);
+  }
+  float sums[kLanes][4];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + (i / 2) * 8, column = lane % 4 * 2 + i % 2;
+      double total = std::bit_cast<float>(word(3, i, lane));
+      for (int k = 0; k < 8; ++k) total += double(a[row][k]) * b[k][column];
+      sums[lane][i] = static_cast<float>(total);
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < 4; ++i)
+      block.set(warp, operands[0].elements[i], lane, std::bit_cast<uint32_t>(sums[lane][i]));
+}
 float half(uint16_t bits) {
   return static_cast<float>(std::bit_cast<_Float16>(bits));
 }
@@ -180,6 +210,7 @@ void add_warp(Table& table) {
   table["redux.sync.min.u32"] = reduce<uint32_t, smaller<uint32_t>>;
   table["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = multiply<brain>;
   table["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = multiply<half>;
+  table["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = multiply_tf32;
 }
 
 void decode(Instruction& instruction) {
