@@ -209,14 +209,12 @@ def prepare_kernel(
                 scores = tl.where(here, tl.sum(query * decayed, 1, keep_dims=True), scores)
         keys = tl.where(i[:, None] > i[None, :], keys, 0.0)
         scores = tl.where(i[:, None] >= i[None, :], scores, 0.0)
-        system = keys * beta
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - system
-        power = tl.dot(system, system, input_precision="ieee")
-        inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
-        power = tl.dot(power, power, input_precision="ieee")
-        inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
-        power = tl.dot(power, power, input_precision="ieee")
-        inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
+        # By substitution: products of powers of A lose four digits where keys are equal.
+        by_columns = tl.trans(keys * beta)
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        for n in tl.range(1, CHUNK):
+            known = tl.sum(_column(by_columns, i, n) * inverse, 0, keep_dims=True)
+            inverse = tl.where(i[:, None] == n, inverse - known, inverse)
         at = square(number + start // CHUNK, heads, wide_head)
         tl.store(keys_ptr + at, keys)
         tl.store(scores_ptr + at, scores)

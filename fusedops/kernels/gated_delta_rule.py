@@ -1,9 +1,7 @@
 """gated_delta_rule in Triton: two kernels for chunks, and two that walk from chunk to chunk.
 
-Chunks have 16 tokens (formulae: ``ops/_delta_math.py``). The strictly lower matrix ``A`` of a chunk
-has ``A^16 = 0``, so that ``(1 + A)^-1`` is ``(1 - A)(1 + A^2)(1 + A^4)(1 + A^8)``: products of
-16 x 16 in float32 without a loop over rows. ``prepare_kernel`` makes it and the other matrices
-of all chunks at once. Columns of the state are independent: a program of ``forward_kernel`` keeps
+Chunks have 16 tokens (formulae: ``ops/_delta_math.py``). ``prepare_kernel`` makes ``(1 + A)^-1``,
+row by row in float32, and the other matrices of all chunks at once. Columns of the state are independent: a program of ``forward_kernel`` keeps
 ``[key_dim, BLOCK_V]`` of it in registers from the first chunk to the last.
 
 The backward walks forward again for the states before the chunks, then backward for their
