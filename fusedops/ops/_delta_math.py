@@ -23,6 +23,8 @@ from fusedops._core import dtypes
 from fusedops.kernels._arguments import DeltaRuleArguments
 
 NORM_EPS = 1e-6
+# The exponentials of smaller gates are 0 as well.
+_LEAST_GATES = {torch.float32: -110.0, torch.float64: -750.0}
 Tensor = torch.Tensor
 
 
@@ -176,12 +178,13 @@ def _solve(keys: Tensor, beta: Tensor, right: Tensor, *, transposed: bool = Fals
 
 def _chunk(inputs: _Inputs, state: Tensor) -> _Chunk:
     query, key, value, gate, beta = inputs
-    total = gate.cumsum(2)
-    between = total.unsqueeze(3) - total.unsqueeze(2)
+    # In float64, because sums may be large where their differences are small.
+    total = gate.clamp_min(_LEAST_GATES[gate.dtype]).double().cumsum(2)
+    between = (total.unsqueeze(3) - total.unsqueeze(2)).to(gate.dtype)
     length = total.shape[2]
     later = torch.ones(length, length, dtype=torch.bool, device=gate.device).triu(1)
     decay = between.masked_fill(later[..., None], -torch.inf).exp()
-    rise, left = total.exp(), (total[:, :, -1:] - total).exp()
+    rise, left = (x.to(gate.dtype).exp() for x in (total, total[:, :, -1:] - total))
     keys = _products(key, key, decay).tril(-1)
     rest = value - (key * rise) @ state
     new = _solve(keys, beta, beta * rest)

@@ -42,7 +42,7 @@ def gated_delta_rule(
             multiple of ``key_heads``; head ``h`` reads key head ``h // (heads // key_heads)``.
         gate: logarithm of the decay, at most 0: ``[batch, tokens, heads]``, or ``[batch, tokens,
             heads, key_dim]`` with a decay for each channel of the key (Kimi Delta Attention);
-            float32 or the dtype of ``query``.
+            float32 or the dtype of ``query``. ``-inf`` is a decay of 0.
         beta: ``[batch, tokens, heads]``, the share of the old value that is replaced; float32 or
             the dtype of ``query``.
         scale: factor of the output, ``key_dim ** -0.5`` by default.
@@ -68,8 +68,9 @@ def gated_delta_rule(
         channel in chunks of 16: a sequence in pieces of whole chunks has the bits of one call, and
         packed sequences have those of separate calls. Results do not depend on the number of
         threads. The arguments are saved, and the backward computes the states again. A gate above 0
-        is not refused, but may overflow. A value that is not finite, a gate of -inf too, may make
-        all values and gradients of its head and sequence NaN. Autocast does not change the call.
+        is not refused, but may overflow. A gate may be -inf on a CPU. Any other value that is
+        not finite may make all values and gradients of its head and sequence NaN. Autocast does not
+        change the call.
 
     Reference:
         Yang et al.: Gated Delta Networks, arXiv:2412.06464; Kimi Linear, arXiv:2510.26692.

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_bits, assert_same_bits_on_threads
+from comparing import assert_close, assert_same_bits, assert_same_bits_on_threads
 
+import fusedops
 from fusedops import gated_delta_rule
 from fusedops.specs import Sample, all_specs
 from fusedops.specs.comparison import fresh, run
@@ -81,6 +82,26 @@ def test_strong_decays_stay_finite(*, per_channel: bool) -> None:
     strong = (gate.detach() * 100).requires_grad_()
     found = results((query, key, value, strong, beta), None)
     assert all(tensor.isfinite().all() for tensor in found)
+
+
+@channels
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("strongest", [-200.0, -1e6, -torch.inf])
+def test_tokens_after_a_strong_decay_are_exact(
+    *, per_channel: bool, backend: str, strongest: float
+) -> None:
+    """Where the sums of gates are large, their differences are not; a gate may be -inf."""
+    args = [tensor.detach() for tensor in call(70, per_channel=per_channel)]
+    args[3][:, ::9] = strongest
+    exact = [tensor.double() for tensor in args]
+    if strongest < -1000:
+        exact[3][:, ::9] = -1000.0
+    with fusedops.use_backend(backend):
+        found = results([tensor.requires_grad_() for tensor in args], None)
+    with fusedops.use_backend("torch"):
+        expected = results([tensor.requires_grad_() for tensor in exact], None)
+    for tensor, wanted in zip(found, expected, strict=True):
+        assert_close(tensor, wanted, wanted.float(), depth=70)
 
 
 @channels

@@ -152,3 +152,21 @@ def test_decays_of_many_tokens_have_no_bias() -> None:
     for op, arguments, shape in calls:
         _, state = op(*arguments, initial_state=torch.ones(shape), return_state=True)
         assert_close(state.flatten(), want, base, op.__name__)
+
+
+@pytest.mark.parametrize("step", [40.0, 1e5])
+def test_strong_decays_of_selective_state_space_are_exact(step: float) -> None:
+    """The gradients of ``A`` and ``dt`` are small there; large terms of them must not cancel."""
+    torch.manual_seed(0)
+    x, B, C = new(1, 90, 2, 16), new(1, 90, 1, 8), new(1, 90, 1, 8)
+    dt = torch.rand(1, 90, 2)
+    dt[:, ::9] = step
+    given = (x, dt.requires_grad_(), (-1 - torch.rand(2)).requires_grad_(), B, C, new(1, 2, 16, 8))
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    results = []
+    for tensors in (given, exact):
+        *inputs, state = tensors
+        output = fusedops.selective_state_space(*inputs, initial_state=state)
+        results.append([output, *torch.autograd.grad(output.sum(), tensors)])
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, expected.float(), depth=90)

@@ -17,6 +17,7 @@
 #include "../common/vec.h"
 #include "chunk_products.h"
 #include "gated_delta_rule.h"
+#include "log_decays.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -207,12 +208,18 @@ class DeltaChunk {
   }
 
   void load_gates(const A* gate) {
-    A total = 0;
-    for (int64_t i = 0; i < count; ++i) sums_[i] = total += gate[i * call_.heads];
-    std::fill(sums_ + count, sums_ + padded<A>(count), total);
-    const auto decay_to = [&](A* to, int64_t tokens, A sum) {
-      const V here(sum);
-      map_rows(to, tokens, [&](const V& x) { return exp_unbiased(here - x); }, sums_);
+    LogSum<A> total;
+    LogSum<A> sums[kMostTokens];
+    for (int64_t i = 0; i < padded<A>(count); ++i) {
+      if (i < count) total.add(gate[i * call_.heads]);
+      sums[i] = total;
+      sums_[i] = total.high();
+      low_sums_[i] = total.low();
+    }
+    const auto decay_to = [&](A* to, int64_t tokens, const LogSum<A>& sum) {
+      for (int64_t j = 0; j < tokens; j += V::size()) {
+        sum.decay_since(sums_ + j, low_sums_ + j).store(to + j);
+      }
     };
     decay_to(left, padded<A>(count), total);
     std::copy_n(sums_, padded<A>(count), rise);
@@ -221,7 +228,7 @@ class DeltaChunk {
     scale_rows();
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = i * most, columns = padded<A>(i + 1);
-      decay_to(decays + at, columns, sums_[i]);
+      decay_to(decays + at, columns, sums[i]);
       multiply_rows(keys_by_keys + at, columns, dots_ + at, decays + at);
       multiply_rows(scores + at, columns, dots_ + most * most + at, decays + at);
     }
@@ -272,11 +279,12 @@ class DeltaChunk {
  private:
   const int64_t of_channels_ = call_.per_channel ? most * key_size : 0;
   Scratch<A> memory_ =
-      Scratch<A>(6 * most * (key_size + most + 1) + key_size + (most + 3) * of_channels_);
+      Scratch<A>(most * (6 * key_size + 6 * most + 7) + key_size + (most + 3) * of_channels_);
   A* next_ = memory_.data();
   A* keys_ = take(most * key_size);  // transposed
   A* dots_ = take(2 * most * most);  // keys and queries by keys
   A* sums_ = take(most);             // G
+  A* low_sums_ = take(most);         // what the rounding of G lost
   A* decayed_ = take(most * of_channels_);
 
  public:

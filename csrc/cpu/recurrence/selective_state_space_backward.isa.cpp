@@ -7,10 +7,12 @@
 //   E = lower(dY @ (step * x).T) * M
 //   d(step * x) = M.T @ dY + l * (B @ dS),  dG = lower(dY @ (step * x).T) * decays
 //   dC = dG @ B + (r * dY) @ S,  dB = dG.T @ C + (l * step * x) @ dS
-//   d total = row sums of E - column sums of E + C . ((r * dY) @ S) - (l * step * x) . (B @ dS)
-// and of the last token also the sum of dS times the state after the chunk. d(step * A) is the sum
-// of d total from a token on. The parts of dB and dC of each task are added in the order of the
-// tasks of a group.
+//   d(step * A)[i] = sum of E[k, j] over j < i <= k, of (l * step * x) . (B @ dS) over tokens
+//   before
+//     i, and of C . ((r * dY) @ S) over tokens from i on, and dS . (exp(total[last]) * S)
+// whose terms do not cancel, as the difference of what rows and columns get would where decays are
+// strong. The parts of dB and dC of each task are added in the
+// order of the tasks of a group.
 #include <algorithm>
 
 #include "../../common/parallel.h"
@@ -35,7 +37,7 @@ class Backward {
         layout_(f.call.head_dim, f.call.state_dim),
         width_(chunk_.width),
         depth_(chunk_.depth),
-        memory_(L * (5 * width_ + 3 * depth_ + 2 * L + 2) + 2 * size() + width_ * L),
+        memory_(L * (5 * width_ + 3 * depth_ + 2 * L + 3) + 2 * size() + width_ * L),
         grad_states_(a_.heads_per_task() * size()) {
     A* next = memory_.data();
     const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
@@ -49,7 +51,8 @@ class Backward {
     c_share_ = take(L * depth_);
     grad_scores_ = take(L * L);
     grad_products_ = take(L * L);
-    grad_total_ = take(L);
+    grad_exponents_ = take(L);
+    of_states_ = take(L);
     columns_ = take(L);
     state_rows_ = take(size());
     grad_state_rows_ = take(size());
@@ -139,14 +142,15 @@ class Backward {
     }
     grad_within();
     A last = grad_from_states(state, grad_state);
-    // Each token's total is a sum of the exponents before it.
     const A rate = static_cast<const A*>(a_.a)[head];
     A* steps = static_cast<A*>(f_.grad_steps) + chunk_.first * a_.heads + head;
     for (int64_t i = count - 1; i >= 0; --i) {
-      last += grad_total_[i];
+      last += of_states_[i];
+      const A grad_exponent = last + grad_exponents_[i];
       const A* grad = grad_x_ + i * width_;
-      of_a(sequence, head) += last * chunk_.step[i];
-      steps[i * a_.heads] = rate * last + dot_row(chunk_.x + i * width_, grad, a_.head_dim);
+      of_a(sequence, head) += grad_exponent * chunk_.step[i];
+      steps[i * a_.heads] =
+          rate * grad_exponent + dot_row(chunk_.x + i * width_, grad, a_.head_dim);
       T* to = at(f_.grad_input, place(chunk_.first + i, head));
       for_each_vector<V::size()>(a_.head_dim, [&](int64_t p, int64_t lanes, auto full) {
         const V direct = V(d) * load_vec(grad_ + i * width_ + p, lanes, full);
@@ -186,7 +190,7 @@ class Backward {
     }
   }
 
-  // The part of dG, and of d(step * x) and d total what is from other tokens of the chunk.
+  // The part of dG, and of d(step * x) and d(step * A) what is from other tokens of the chunk.
   void grad_within() {
     const int64_t count = chunk_.count, across = padded_size(count);
     transpose_small(chunk_.x_step, width_, across, width_, x_columns_, L);
@@ -199,21 +203,21 @@ class Backward {
                                    .columns = across,
                                    .depth = a_.head_dim,
                                    .lower_triangle = true});
+    // Of E the sums of columns from row i on.
     std::fill_n(columns_, L, A(0));
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = count - 1; i >= 0; --i) {
       V sum(A(0));
       for (int64_t j = 0; j <= i; j += V::size()) {
         const int64_t at = i * L + j, lanes = std::min<int64_t>(V::size(), i + 1 - j);
         const V grad = V::set(V(A(0)), V::loadu(grad_scores_ + at), lanes);
         const V product = grad * V::loadu(chunk_.decays + at);
         (V::loadu(grad_products_ + at) + product).store(grad_products_ + at);
-        const V term = grad * V::loadu(chunk_.scores + at);
-        (V::loadu(columns_ + j) + term).store(columns_ + j);
-        sum = sum + term;
+        const V column = at::vec::fmadd(grad, V::loadu(chunk_.scores + at), V::loadu(columns_ + j));
+        column.store(columns_ + j);
+        sum = sum + V::set(V(A(0)), column, std::min<int64_t>(V::size(), i - j));
       }
-      grad_total_[i] = sum_lanes(sum);
+      grad_exponents_[i] = sum_lanes(sum);
     }
-    for (int64_t i = 0; i < count; ++i) grad_total_[i] -= columns_[i];
     multiply_small<Shape::upper>(SmallProduct<A>{.a = {chunk_.scores, 1, L},
                                                  .b = grad_,
                                                  .b_stride = width_,
@@ -224,10 +228,10 @@ class Backward {
                                                  .depth = count});
   }
 
-  // What is from the states before and after the chunk. Returns what the last token's total has of
-  // the state after it.
+  // What is from the states before and after the chunk. Returns what all exponents get of the state
+  // that passes through it.
   A grad_from_states(const A* state, const A* grad_state) {
-    A last = 0;
+    A written = 0;
     SmallProduct<A> product{.a = {chunk_.b, depth_, 1},
                             .b = grad_state,
                             .b_stride = width_,
@@ -239,9 +243,8 @@ class Backward {
     multiply_small(product);
     for (int64_t i = 0; i < chunk_.count; ++i) {
       const A* from = from_state_ + i * width_;
-      const A share = dot_row(chunk_.x_left + i * width_, from, a_.head_dim);
-      grad_total_[i] -= share;
-      last += share;
+      grad_exponents_[i] += written;
+      written += dot_row(chunk_.x_left + i * width_, from, a_.head_dim);
       A* grad = grad_x_ + i * width_;
       for (int64_t p = 0; p < width_; p += V::size()) {
         at::vec::fmadd(V(chunk_.left[i]), V::loadu(from + p), V::loadu(grad + p)).store(grad + p);
@@ -258,7 +261,8 @@ class Backward {
                .depth = a_.head_dim,
                .start = Start::add};
     multiply_small(product);
-    if (state == nullptr) return last;
+    std::fill_n(of_states_, L, A(0));
+    if (state == nullptr) return A(0);
     transpose_small(state, width_, depth_, width_, state_rows_, depth_);
     product.a = {grad_rise_, width_, 1};
     product.b = state_rows_;
@@ -267,7 +271,7 @@ class Backward {
     multiply_small(product);
     for (int64_t i = 0; i < chunk_.count; ++i) {
       const A* share = c_share_ + i * depth_;
-      grad_total_[i] += dot_row(chunk_.c + i * depth_, share, a_.state_dim);
+      of_states_[i] = dot_row(chunk_.c + i * depth_, share, a_.state_dim);
       A* sum = grad_c_ + i * depth_;
       for (int64_t n = 0; n < depth_; n += V::size()) {
         (V::loadu(sum + n) + V::loadu(share + n)).store(sum + n);
@@ -277,7 +281,7 @@ class Backward {
     for (int64_t n = 0; n < a_.state_dim; ++n) {
       after += dot_row(grad_state + n * width_, state + n * width_, a_.head_dim);
     }
-    return last + chunk_.decay() * after;
+    return chunk_.decay() * after;
   }
 
   // dB and dC of the chunk, the part of these heads.
@@ -315,7 +319,7 @@ class Backward {
   int64_t group_ = 0;
   Scratch<A> memory_, grad_states_, states_;
   A *grad_, *grad_rise_, *outputs_, *grad_x_, *from_state_, *grad_b_, *grad_c_, *c_share_;
-  A *grad_scores_, *grad_products_, *grad_total_, *columns_;
+  A *grad_scores_, *grad_products_, *grad_exponents_, *of_states_, *columns_;
   A *state_rows_, *grad_state_rows_, *x_columns_;
 };
 

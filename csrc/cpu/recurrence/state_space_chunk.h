@@ -17,6 +17,7 @@
 #include "../common/scratch.h"
 #include "../common/vec.h"
 #include "chunk_products.h"
+#include "log_decays.h"
 #include "scan_rows.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -35,7 +36,7 @@ class StateSpaceChunk {
       : width(padded_size(call.head_dim)),
         depth(padded_size(call.state_dim)),
         call_(call),
-        memory_(kLength * (3 * depth + 3 * width + 3 * kLength + 4) + depth) {
+        memory_(kLength * (3 * depth + 3 * width + 3 * kLength + 5) + depth) {
     A* next = memory_.data();
     const auto take = [&](int64_t size) { return std::exchange(next, next + size); };
     b = take(kLength * depth);
@@ -49,6 +50,7 @@ class StateSpaceChunk {
     scores = take(kLength * kLength);
     step = take(kLength);
     total_ = take(kLength);
+    low_total_ = take(kLength);
     rise = take(kLength);
     left = take(kLength);
     decay_ = take(depth);
@@ -84,18 +86,19 @@ class StateSpaceChunk {
   void load_head(int64_t head) {
     const auto* steps = static_cast<const A*>(call_.steps) + first * call_.heads + head;
     const A rate = static_cast<const A*>(call_.a)[head];
-    A sum = 0;
+    LogSum<A> sum;
     for (int64_t i = 0; i < padded_size(count); ++i) {
       if (i < count) {
         step[i] = steps[i * call_.heads];
-        sum += step[i] * rate;
+        sum.add(step[i] * rate);
       }
-      total_[i] = sum;
+      totals_[i] = sum;
+      total_[i] = sum.high();
+      low_total_[i] = sum.low();
     }
     for (int64_t i = 0; i < count; i += V::size()) {
-      const V total = V::loadu(total_ + i);
-      exp_unbiased(total).store(rise + i);
-      exp_unbiased(V(sum) - total).store(left + i);
+      exp_unbiased(V::loadu(total_ + i)).store(rise + i);
+      sum.decay_since(total_ + i, low_total_ + i).store(left + i);
     }
     std::fill_n(decay_, depth, rise[count - 1]);
     for (int64_t i = 0; i < padded_size(count); ++i) {
@@ -112,7 +115,7 @@ class StateSpaceChunk {
       A *decay = decays + i * kLength, *score = scores + i * kLength;
       for (int64_t j = 0; j <= i; j += V::size()) {
         const int64_t lanes = i < count ? std::min<int64_t>(V::size(), i + 1 - j) : 0;
-        const V factor = exp_unbiased(V(total_[i]) - V::loadu(total_ + j));
+        const V factor = totals_[i].decay_since(total_ + j, low_total_ + j);
         const V product = factor * V::loadu(products + i * kLength + j);
         V::set(V(A(0)), factor, lanes).store(decay + j);
         V::set(V(A(0)), product, lanes).store(score + j);
@@ -176,7 +179,8 @@ class StateSpaceChunk {
 
   const StateSpace& call_;
   Scratch<A> memory_;
-  A *b_columns_, *total_, *decay_;
+  A *b_columns_, *total_, *low_total_, *decay_;
+  LogSum<A> totals_[kLength];
 };
 
 }  // namespace
