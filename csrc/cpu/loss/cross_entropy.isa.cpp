@@ -147,8 +147,8 @@ void sum_token_row(const T* x, int64_t columns, const LossOptions& o, RowSums& s
       const V in = load_vec(x + first + c, count, full);
       most = larger(most, full ? in : V::set(V(kNone<A>), in, count));
     });
-    const A highest = static_cast<A>(largest_lane(most));
-    const double largest = highest > kNone<A> ? y_of<A, kCapped>(highest, o) : kNone<double>;
+    // Of logits that are all -inf, too: a softcap makes them numbers.
+    const double largest = y_of<A, kCapped>(static_cast<A>(largest_lane(most)), o);
     if (largest > s.largest) {
       if (s.own > 0) {
         const double gap = s.largest - largest, share = std::exp(gap);

@@ -20,19 +20,21 @@ namespace {
 
 constexpr int kStepVectors = 4;
 
-// One token. `from` is null for a state of zeros, and may be `to`.
+// One token. `from` is null for a state of zeros, and may be `to`. A decay that is not finite shows
+// in the products with zeros, too.
 template <typename T, int kVectors, typename Full>
 inline void step_columns(const DeltaChunk<T>& chunk, int64_t key_dim, const T* value, T* output,
                          const Acc<T>* from, Acc<T>* to, int64_t stride, int64_t count, Full full) {
   using V = Vec<T>;
   constexpr int W = V::size();
   V sum[kVectors], change[kVectors];
+  const auto before = [&](int64_t k, int j) {
+    return from == nullptr ? V(0) : load_vec(from + k * stride + j * W, count, full);
+  };
   for (int j = 0; j < kVectors; ++j) sum[j] = V(0);
-  for (int64_t k = 0; from != nullptr && k < key_dim; ++k) {
+  for (int64_t k = 0; k < key_dim; ++k) {
     const V factor(chunk.key[k] * chunk.state_decay[k]);
-    for (int j = 0; j < kVectors; ++j) {
-      sum[j] = at::vec::fmadd(factor, load_vec(from + k * stride + j * W, count, full), sum[j]);
-    }
+    for (int j = 0; j < kVectors; ++j) sum[j] = at::vec::fmadd(factor, before(k, j), sum[j]);
   }
   for (int j = 0; j < kVectors; ++j) {
     change[j] = V(chunk.beta[0]) * (load_vec(value + j * W, count, full) - sum[j]);
@@ -41,10 +43,7 @@ inline void step_columns(const DeltaChunk<T>& chunk, int64_t key_dim, const T* v
   for (int64_t k = 0; k < key_dim; ++k) {
     const V row(chunk.key[k]), decay(chunk.state_decay[k]), query(chunk.query[k]);
     for (int j = 0; j < kVectors; ++j) {
-      V state = row * change[j];
-      if (from != nullptr) {
-        state = at::vec::fmadd(decay, load_vec(from + k * stride + j * W, count, full), state);
-      }
+      const V state = at::vec::fmadd(decay, before(k, j), row * change[j]);
       store_vec(to + k * stride + j * W, state, count, full);
       sum[j] = at::vec::fmadd(query, state, sum[j]);
     }

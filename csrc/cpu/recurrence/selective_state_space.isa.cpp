@@ -73,10 +73,9 @@ void run_token(const StateSpaceForward& f, int64_t sequence, int64_t head, Acc<T
       const V write = load_vec(b + n, count, full), read = load_vec(c + n, count, full);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        V value = added[r] * write;
-        if (from != nullptr) {
-          value = at::vec::fmadd(decay, load_vec(from + (p + r) * size + n, count, full), value);
-        }
+        // A decay that is not finite shows in the product with a state of zeros, too.
+        const V before = from == nullptr ? V(0) : load_vec(from + (p + r) * size + n, count, full);
+        const V value = at::vec::fmadd(decay, before, added[r] * write);
         store_vec(to + (p + r) * size + n, value, count, full);
         sum[r] = at::vec::fmadd(value, read, sum[r]);
       }
