@@ -81,7 +81,10 @@ def causal_conv1d(
     return (output, state) if return_state else output
 
 
-def check_arguments(input: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any) -> None:
+def check_arguments(
+    input: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any
+) -> None:
+    """Raise unless the tensors of ``causal_conv1d`` fit."""
     op = "causal_conv1d"
     checks.tensor(op, "input", input)
     if input.dim() != 3:

@@ -98,6 +98,7 @@ def gated_delta_rule(
 def check_arguments(
     query: Any, key: Any, value: Any, gate: Any, beta: Any, initial_state: Any, cu_seqlens: Any
 ) -> None:
+    """Raise unless the tensors of ``gated_delta_rule`` fit."""
     op = "gated_delta_rule"
     checks.tensor(op, "query", query)
     checks.like(op, "key", key, "query", query, dtype=True)

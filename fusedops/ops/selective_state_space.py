@@ -96,6 +96,7 @@ def selective_state_space(
 
 
 def check_limits(dt_limit: Any) -> tuple[float, float]:
+    """Return the limits as numbers; raise unless they are."""
     op, name = "selective_state_space", "dt_limit"
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise TypeError(f"{op}: {name} must be a tuple of 2 floats, got {checks.shown(dt_limit)}")
@@ -108,6 +109,7 @@ def check_limits(dt_limit: Any) -> tuple[float, float]:
 
 
 def check_arguments(call: StateSpaceArguments) -> None:
+    """Raise unless the tensors of ``selective_state_space`` fit."""
     op = "selective_state_space"
     input, B = call.input, call.B
     checks.tensor(op, "input", input)

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedops._core import checks, dtypes
+from fusedops._core.library import define_exchange
 from fusedops.kernels._arguments import StateSpaceArguments
 from fusedops.ops import causal_conv1d, gated_delta_rule, selective_state_space
 from fusedops.ops.causal_conv1d import check_arguments as check_convolution
 from fusedops.ops.gated_delta_rule import check_arguments as check_delta_rule
 from fusedops.ops.selective_state_space import check_arguments as check_state_space
 from fusedops.ops.selective_state_space import check_limits
+from fusedops.parallel.comm import collectives
 from fusedops.parallel.context._checks import check_group
 
 
@@ -52,11 +54,40 @@ def _parts(group: dist.ProcessGroup, balance: str, tokens: int) -> list[_Part]:
 
 def _gather(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all parts, ``[parts, ...]``, from those of the parts of this rank."""
-    from fusedops.parallel.tensor.layers import communicate  # DTensor: a second to import
-
-    gathered = communicate("gather_from_sequence", torch.stack(list(tensors)), group, 0)
+    gathered = torch.stack(list(tensors))
+    if group.size() > 1:
+        gathered = _GATHER(gathered, group.size(), group.group_name, False)
     by_rank = gathered.unflatten(0, (-1, len(tensors)))
     return torch.cat([by_rank[:, 0], *(half.flip(0) for half in by_rank[:, 1:].unbind(1))])
+
+
+def _exchange(tensor: Tensor, ranks: int, group: str, back: bool) -> Tensor:
+    """Join the ranks' tensors along dim 0; ``back``: return this rank's part of their sum."""
+    communicate = collectives.reduce_scatter if back else collectives.all_gather
+    return communicate(tensor.contiguous(), collectives.group_of(group), label="states").wait()
+
+
+def _fake(tensor: Tensor, ranks: int, group: str, back: bool) -> Tensor:
+    rows = tensor.shape[0] // ranks if back else tensor.shape[0] * ranks
+    return tensor.new_empty((rows, *tensor.shape[1:]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.names, ctx.back = inputs
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _GATHER(grad, *ctx.names, not ctx.back), None, None, None
+
+
+_GATHER = define_exchange(
+    "context_gather",
+    "(Tensor tensor, SymInt ranks, str group, bool back) -> (Tensor received)",
+    kernel=_exchange,
+    fake=_fake,
+    setup_context=_save,
+    backward=_gradient,
+)
 
 
 def _before(gathered: Tensor) -> Tensor:
@@ -204,11 +235,12 @@ def context_gated_delta_rule(
     unit = torch.eye(key_dim, dtype=wide, device=value.device).expand(batch, heads, -1, -1)
     zeros = unit.new_zeros(batch, heads, key_dim, width)
     inputs = query, key, functional.pad(value, (0, key_dim)), gate, beta
+    options: dict[str, Any] = {"scale": scale, "qk_norm": qk_norm}
     results = []
     for part in parts:
         first = zeros if part.number or initial_state is None else initial_state
-        tensors, state = [tensor[:, part.rows] for tensor in inputs], torch.cat([first, unit], 3)
-        options = {"scale": scale, "qk_norm": qk_norm, "initial_state": state}
+        tensors = [tensor[:, part.rows] for tensor in inputs]
+        options["initial_state"] = torch.cat([first, unit], 3)
         results.append(gated_delta_rule(*tensors, **options, return_state=True))
     gathered = _gather([state for _, state in results], group)
     states = [_before(gathered[..., :width])]
@@ -296,7 +328,8 @@ def context_selective_state_space(
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     step = (functional.softplus(step) if dt_softplus else step).clamp(low, high)
     exponents = [step[:, part.rows] * A.to(wide) for part in parts]
-    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+    options["dt_limit"] = dt_limit
     results = []
     for part in parts:
         x, dt_part, *shared = (tensor[:, part.rows] for tensor in (input, dt, B, C))
