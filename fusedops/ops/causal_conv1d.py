@@ -75,13 +75,16 @@ def causal_conv1d(
     checks.flag(op, "return_state", return_state)
     if activation is not None:
         checks.choice(op, "activation", activation, ("silu",))
-    _check(input, weight, bias, initial_state, cu_seqlens)
+    check_arguments(input, weight, bias, initial_state, cu_seqlens)
     ends = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
     output, state = _OP(input, weight, bias, initial_state, ends, activation or "identity")
     return (output, state) if return_state else output
 
 
-def _check(input: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any) -> None:
+def check_arguments(
+    input: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any
+) -> None:
+    """Raise unless the tensors of ``causal_conv1d`` fit."""
     op = "causal_conv1d"
     checks.tensor(op, "input", input)
     if input.dim() != 3:

@@ -86,7 +86,7 @@ def gated_delta_rule(
     op = "gated_delta_rule"
     checks.flag(op, "qk_norm", qk_norm)
     checks.flag(op, "return_state", return_state)
-    _check(query, key, value, gate, beta, initial_state, cu_seqlens)
+    check_arguments(query, key, value, gate, beta, initial_state, cu_seqlens)
     if scale is None:
         scale = max(1, query.shape[3]) ** -0.5
     checks.finite(op, "scale", scale)
@@ -96,9 +96,10 @@ def gated_delta_rule(
     return (output, state) if return_state else output
 
 
-def _check(
+def check_arguments(
     query: Any, key: Any, value: Any, gate: Any, beta: Any, initial_state: Any, cu_seqlens: Any
 ) -> None:
+    """Raise unless the tensors of ``gated_delta_rule`` fit."""
     op = "gated_delta_rule"
     checks.tensor(op, "query", query)
     checks.like(op, "key", key, "query", query, dtype=True)

@@ -87,15 +87,16 @@ def selective_state_space(
     op = "selective_state_space"
     checks.flag(op, "dt_softplus", dt_softplus)
     checks.flag(op, "return_state", return_state)
-    low, high = _limits(dt_limit)
+    low, high = check_limits(dt_limit)
     tensors = (input, dt, A, B, C, D, z, dt_bias, initial_state)
-    _check(StateSpaceArguments(*tensors, cu_seqlens, dt_softplus, low, high))
+    check_arguments(StateSpaceArguments(*tensors, cu_seqlens, dt_softplus, low, high))
     ends = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
     output, state = _OP(*tensors, ends, dt_softplus, low, high)
     return (output, state) if return_state else output
 
 
-def _limits(dt_limit: Any) -> tuple[float, float]:
+def check_limits(dt_limit: Any) -> tuple[float, float]:
+    """Return the limits as numbers; raise unless they are."""
     op, name = "selective_state_space", "dt_limit"
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise TypeError(f"{op}: {name} must be a tuple of 2 floats, got {checks.shown(dt_limit)}")
@@ -107,7 +108,8 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
     return low, high
 
 
-def _check(call: StateSpaceArguments) -> None:
+def check_arguments(call: StateSpaceArguments) -> None:
+    """Raise unless the tensors of ``selective_state_space`` fit."""
     op = "selective_state_space"
     input, B = call.input, call.B
     checks.tensor(op, "input", input)

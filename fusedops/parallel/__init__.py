@@ -12,7 +12,10 @@ from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
     from fusedops.parallel.context import (
+        context_causal_conv1d,
         context_core,
+        context_gated_delta_rule,
+        context_selective_state_space,
         ring_attention,
         shard_sequence,
         ulysses_attention,
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
 _LATER = {
     "BucketedAllReduce": "data.ddp",
+    "context_causal_conv1d": "context",
     "context_core": "context",
+    "context_gated_delta_rule": "context",
+    "context_selective_state_space": "context",
     "ring_attention": "context",
     "shard": "data.fsdp",
     "shard_sequence": "context",
@@ -35,7 +41,10 @@ _LATER = {
 __all__ = [
     "BucketedAllReduce",
     "Sizes",
+    "context_causal_conv1d",
     "context_core",
+    "context_gated_delta_rule",
+    "context_selective_state_space",
     "expert_parallel",
     "make_mesh",
     "moe_combine",
