@@ -212,9 +212,9 @@ def prepare_kernel(
         # By substitution: products of powers of A lose four digits where keys are equal.
         by_columns = tl.trans(keys * beta)
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        for n in tl.range(1, CHUNK):
-            known = tl.sum(_column(by_columns, i, n) * inverse, 0, keep_dims=True)
-            inverse = tl.where(i[:, None] == n, inverse - known, inverse)
+        for later in tl.range(1, CHUNK):
+            known = tl.sum(_column(by_columns, i, later) * inverse, 0, keep_dims=True)
+            inverse = tl.where(i[:, None] == later, inverse - known, inverse)
         at = square(number + start // CHUNK, heads, wide_head)
         tl.store(keys_ptr + at, keys)
         tl.store(scores_ptr + at, scores)

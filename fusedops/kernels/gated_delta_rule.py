@@ -1,8 +1,9 @@
 """gated_delta_rule in Triton: two kernels for chunks, and two that walk from chunk to chunk.
 
 Chunks have 16 tokens (formulae: ``ops/_delta_math.py``). ``prepare_kernel`` makes ``(1 + A)^-1``,
-row by row in float32, and the other matrices of all chunks at once. Columns of the state are independent: a program of ``forward_kernel`` keeps
-``[key_dim, BLOCK_V]`` of it in registers from the first chunk to the last.
+row by row in float32, and the other matrices of all chunks at once. Columns of the state are
+independent: a program of ``forward_kernel`` keeps ``[key_dim, BLOCK_V]`` of it in registers from
+the first chunk to the last.
 
 The backward walks forward again for the states before the chunks, then backward for their
 gradients; ``gradients_kernel`` computes the others of all chunks at once. States and their
