@@ -152,6 +152,12 @@ def _samples(new: TensorFactory) -> list[Sample]:
     def state(*shape: int) -> dict[str, Any]:
         return {"initial_state": new.wide(*shape, key="state"), "return_state": True}
 
+    def equal_keys(tokens: int) -> tuple[torch.Tensor, ...]:
+        query, key, *others, gate, beta = call(1, tokens)
+        key = key[:, :1].detach().repeat(1, tokens, 1, 1).requires_grad_(new.grad)
+        kept = (torch.full_like(t, x).requires_grad_(new.grad) for t, x in ((gate, 0), (beta, 1)))
+        return query, key, *others, *kept
+
     ends = torch.tensor([0, 3, 3, 20, 21], device=new.device, dtype=torch.int32)
     normed = {"qk_norm": True}
     return [
@@ -167,6 +173,8 @@ def _samples(new: TensorFactory) -> list[Sample]:
         Sample("channels", call(1, 70, 2, 1, 8, 24, per_channel=True), normed | state(1, 2, 8, 24)),
         Sample("scale_and_state", call(4, 5), {"scale": 0.5, "return_state": True}),
         Sample("float32_gate", call(2, 18, wide_gate=True), normed),
+        # Powers of the matrix that a chunk inverts are large.
+        Sample("equal_keys", equal_keys(18), normed),
         Sample("large", call(1, 130, 2, 1, 64, 80), normed),
     ]
 
