@@ -40,10 +40,13 @@ def mlp_tiled(
     return _OP(input, w1, b1, up_weight, w2, b2, activation, tile_tokens)
 
 
-def check_tile_tokens(owner: str, tile_tokens: Any) -> None:
+def check_tile_tokens(owner: str, tile_tokens: Any, *, gate_has_bias: bool = False) -> None:
     """Raise unless ``tile_tokens`` is a number of rows, or ``None``."""
-    if tile_tokens is not None:
-        checks.integer(owner, "tile_tokens", tile_tokens, least=1)
+    if tile_tokens is None:
+        return
+    checks.integer(owner, "tile_tokens", tile_tokens, least=1)
+    if gate_has_bias:
+        checks.fail(owner, "tile_tokens", "None where the gate has a bias", tile_tokens)
 
 
 def _tiles(rows: int, tile_tokens: int) -> Iterator[slice]:
