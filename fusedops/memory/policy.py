@@ -289,7 +289,7 @@ class Policy:
     offloaded. What ``save`` names stays on the device, unless a later ``offload`` wins.
 
     Args:
-        *rules: of ``save``, ``recompute``, ``offload`` and ``tile``, which answers neither question.
+        *rules: of ``save``, ``recompute`` and ``offload``; and of ``tile``, which answers neither.
 
     Raises:
         TypeError: one of them is no rule.

@@ -71,10 +71,10 @@ def mlp(
         pre-activation ``z`` (not the hidden layer, which the backward computes from ``z``). With
         ``recompute`` the results are the same bits on the CPU. With ``tile_tokens`` the output is;
         the gradients of the parameters are sums over the tiles in float32 (float64 for float64),
-        rounded once, and the peak of forward and backward of 16,384 rows and 4 times as many hidden
-        features was PEAK of that without tiles, the time TIME (tiles of 1,536, one Zen 5 core). On
-        a GPU torch computes the tiles. Under autocast all arguments are
-        cast, as torch does for linear.
+        rounded once. Forward and backward with tiles of 1,536 rows then need 0.20 to 0.24 of the
+        memory and 1.06 to 1.16 of the time of those that save ``z`` (16,384 rows, for the time
+        8,192 on one Zen 5 core; 512 and 1,024 features, 4 times as many hidden ones, float32 and
+        bfloat16). Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762, section 3.3.
@@ -94,9 +94,7 @@ def mlp(
     checks.flag(op, "recompute", recompute)
     check_tile_tokens(op, tile_tokens)
     if tile_tokens is not None:
-        return mlp_tiled(
-            input, w1, b1, w2, b2, activation=activation, tile_tokens=tile_tokens
-        )
+        return mlp_tiled(input, w1, b1, w2, b2, activation=activation, tile_tokens=tile_tokens)
     keep = not recompute and records_graph(input, w1, b1, w2, b2)
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 

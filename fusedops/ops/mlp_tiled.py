@@ -6,7 +6,6 @@ intermediate activations of one tile: the backward makes those of each tile agai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
-from fusedops._core.layouts import as_matrix
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
+from fusedops.kernels import _tiles
 from fusedops.ops.linear_act import empty_gradient
 
 _DIFFERENTIABLE = ("input", "w1", "b1", "up_weight", "w2", "b2")
@@ -49,19 +48,19 @@ def check_tile_tokens(owner: str, tile_tokens: Any, *, gate_has_bias: bool = Fal
         checks.fail(owner, "tile_tokens", "None where the gate has a bias", tile_tokens)
 
 
-def _tiles(rows: int, tile_tokens: int) -> Iterator[slice]:
-    return (slice(first, first + tile_tokens) for first in range(0, rows, tile_tokens))
-
-
 def _reference(*args: Any) -> torch.Tensor:
-    input, w1, b1, up_weight, w2, b2, activation, tile_tokens = args
-    x = as_matrix(input)
-    output = x.new_empty(x.shape[0], w2.shape[0])
-    for tile in _tiles(x.shape[0], tile_tokens):
-        z = F.linear(x[tile], w1, b1)
-        up = None if up_weight is None else F.linear(x[tile], up_weight)
-        output[tile] = F.linear(_hidden(z, up, activation), w2, b2)
-    return output.view(*input.shape[:-1], w2.shape[0])
+    return _tiles.forward(args, _layer)
+
+
+def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    return _tiles.backward(args, _tile_gradients)
+
+
+def _layer(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    w1, b1, up_weight, w2, b2, activation = args
+    z = F.linear(x, w1, b1)
+    up = None if up_weight is None else F.linear(x, up_weight)
+    return F.linear(_hidden(z, up, activation), w2, b2)
 
 
 def _hidden(z: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -70,35 +69,11 @@ def _hidden(z: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.
     return (hidden if up is None else hidden * up.to(wide)).to(z.dtype)
 
 
-def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_output, input, *_, tile_tokens, output_mask = args
-    x, dy = as_matrix(input), as_matrix(grad_output)
-    # A second derivative differentiates this: all rows are one tile then.
-    tile_tokens = max(1, x.shape[0]) if torch.is_grad_enabled() else tile_tokens
-    sums: list[torch.Tensor | None] = [None] * (len(_DIFFERENTIABLE) - 1)
-    grads_input = []
-    for tile in _tiles(x.shape[0], tile_tokens) if x.shape[0] else [slice(0)]:
-        grad_input, *grads = _tile_gradients(dy[tile], x[tile], *args[2:-2], output_mask)
-        grads_input.append(grad_input)
-        for place, grad in enumerate(grads):
-            total = sums[place]
-            sums[place] = grad if total is None else total.add_(grad)
-    grad_input = torch.cat(grads_input).view(input.shape) if output_mask[0] else None
-    return grad_input, *(None if total is None else total.to(x.dtype) for total in sums)
-
-
 def _tile_gradients(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    up_weight: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    output_mask: list[bool],
+    dy: torch.Tensor, x: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of a tile; those of the parameters are not rounded."""
+    w1, b1, up_weight, w2, _, activation, output_mask = args
     wide = dtypes.statistics_dtype(x.dtype)
     z = F.linear(x, w1, b1)
     up = None if up_weight is None else F.linear(x, up_weight)
@@ -110,15 +85,15 @@ def _tile_gradients(
     if dup is not None:
         grad_input = grad_input + dup @ up_weight
 
-    def of_weight(wanted: bool, grad: Any, input: torch.Tensor) -> torch.Tensor | None:
-        return grad.to(wide).t() @ input.to(wide) if wanted else None
+    def of_weight(place: int, grad: Any, input: torch.Tensor) -> torch.Tensor | None:
+        return grad.to(wide).t() @ input.to(wide) if output_mask[place] else None
 
     return (
         grad_input if output_mask[0] else None,
-        of_weight(output_mask[1], dz, x),
+        of_weight(1, dz, x),
         dz.sum(0, dtype=wide) if output_mask[2] else None,
-        of_weight(output_mask[3], dup, x),
-        of_weight(output_mask[4], dy, _hidden(z, up, activation)),
+        of_weight(3, dup, x),
+        of_weight(4, dy, _hidden(z, up, activation)),
         dy.sum(0, dtype=wide) if output_mask[5] else None,
     )
 
@@ -166,6 +141,7 @@ _OP = define_op(
         layouts=dict.fromkeys(("w1", "up_weight", "w2"), empty_gradient),
     ),
     autocast="lower",
+    triton="fusedops.kernels.mlp_tiled",
     shard=_shard,
     shard_backward=_shard_backward,
     part_of="mlp",

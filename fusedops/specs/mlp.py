@@ -68,6 +68,7 @@ def _samples(new: TensorFactory) -> list[Sample]:
         Sample("conv1d_weights", (new(5, 9), conv1d[0], new(21, key="b"), conv1d[1], None)),
         call("tiles", (2, 7), (12, 19, 10), "gelu", tile_tokens=4),
         call("tiles_relu", (6,), (11, 18, 9), "relu", (False, False), tile_tokens=3),
+        Sample("tiles_conv1d", (new(5, 9), conv1d[0], None, conv1d[1], None), {"tile_tokens": 2}),
         call("one_row", (), (12, 19, 10)),
         call("odd_sizes", (37,), (65, 101, 43)),
         call("no_rows", (0,), (12, 19, 10)),

@@ -8,6 +8,7 @@
 // gradients of the parameters are sums over the tiles, in float32 (float64 for float64).
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include <torch/library.h>
 
@@ -55,7 +56,11 @@ class GradientSum {
     FUSEDOPS_CALL_ISA(group_sums, sums);
   }
 
-  at::Tensor rounded() const { return is_wanted() ? sum_.to(type_) : at::Tensor(); }
+  // Ends the sum.
+  at::Tensor rounded() {
+    const auto sum = std::exchange(sum_, at::Tensor());
+    return sum.defined() ? sum.to(type_) : sum;
+  }
 
  private:
   at::Tensor sum_;
@@ -198,6 +203,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       input_gradient_into(layer, tile, dx.view({rows, x.size(1)}).narrow(0, row, count));
     }
   }
+  buffers = {};
   return {dx, dw1.rounded(), db1.rounded(), dup.rounded(), dw2.rounded(), db2.rounded()};
 }
 

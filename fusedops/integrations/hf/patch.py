@@ -78,9 +78,9 @@ def patch(
     Raises:
         TypeError: ``model`` is not a module, ``strict`` not a bool, ``calibrate`` not a bool or
             path, or ``example`` not one of these.
-        ValueError: ``level`` is unknown, ``tile_tokens`` is less than 1, the model does not take ``example``, ``calibrate`` comes
-            without it, or the file of ``calibrate`` has other contents or does not end in
-            ``.json``.
+        ValueError: ``level`` is unknown, ``tile_tokens`` is less than 1, the model does not take
+            ``example``, ``calibrate`` comes without it, or the file of ``calibrate`` has other
+            contents or does not end in ``.json``.
         OSError: that file cannot be read or written, or its folder does not exist.
         UnsupportedError: ``strict`` and something could not be replaced, no feed-forward layer can
             go in tiles, or a backward with ``example`` would run an optimizer's step; the model is

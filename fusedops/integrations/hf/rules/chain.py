@@ -192,16 +192,15 @@ def _tiled_gate(module: Any, gate: GateStep, steps: tuple[Step, ...]) -> Fusion 
     ``None``: ``gate_plan`` says why, or no tiles are asked for.
     """
     plan, (activation, _) = gate_plan(module, gate), activation_in(module, gate.activation)
-    asked = _tile_tokens(module) is not None and isinstance(plan, FusionPlan)
-    if not asked or plan.ops != ("linear_glu",) or activation is None:
+    ops = plan.ops if isinstance(plan, FusionPlan) else ()
+    if _tile_tokens(module) is None or activation is None or ops != ("linear_glu",):
         return None
     following = steps[1] if len(steps) > 1 else None
-    down = value_of(module, following) if isinstance(following, str) else None
-    if not isinstance(following, str) or not is_linear(down):
+    if not isinstance(following, str):
         return "no linear layer follows the gate"
     first, up = (value_of(module, name) for name in gate.projections)
-    reason = product_obstacle(following, down)
-    return reason or Fusion(first, activation, down, steps[:2], up=up)
+    down = value_of(module, following)
+    return product_obstacle(following, down) or Fusion(first, activation, down, steps[:2], up=up)
 
 
 def _does_nothing(module: Any, step: Step) -> bool:
@@ -225,8 +224,8 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
             return gate_alone._replace(note=f"not in tiles: {tiled}")
         if tiled is None or isinstance(gate_alone, Refusal):
             return gate_alone
-        absorbed = (*gate_alone.absorbs, str(steps[1]))
-        return FusionPlan(("mlp_tiled",), absorbed, _tiles_note(module))
+        absorbs = (*gate_alone.absorbs, str(steps[1]))
+        return FusionPlan(("mlp_tiled",), absorbs, _tiles_note(module))
     children = {step: value_of(module, step) for step in steps if isinstance(step, str)}
     activations = [name for name, child in children.items() if activation_name(child) is not None]
     begins = [_fusion_at(module, steps, position) for position in range(len(steps))]
