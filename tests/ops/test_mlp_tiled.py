@@ -22,33 +22,35 @@ H, F, TILE = 24, 56, 7
 TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
 BACKENDS = pytest.mark.parametrize("backend", [None, "torch", TRITON])
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-Leaves = dict[str, torch.Tensor | None]
+Leaves = dict[str, Any]
 
 
 def leaves(
-    dtype: torch.dtype, *, gated: bool, rows: tuple[int, ...] = (3, 10), transposed: bool = False
+    dtype: torch.dtype, gated: bool, rows: int = 30, transposed: bool = False, frozen: str = ""
 ) -> Leaves:
     """Return the tensors of a layer by their names."""
     generator = torch.Generator().manual_seed(3)
 
-    def new(*shape: int) -> torch.Tensor:
+    def new(name: str, *shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=generator).div(shape[-1] ** 0.5).bfloat16().to(dtype)
         swaps = transposed and len(shape) == 2
-        return (values.t().contiguous().t() if swaps else values).requires_grad_()
+        leaf = values.t().contiguous().t() if swaps else values
+        return leaf.requires_grad_(name not in frozen.split())
 
-    gate = {"b1": None if gated else new(F), "up_weight": new(F, H) if gated else None}
-    return {"input": new(*rows, H), "w1": new(F, H), **gate, "w2": new(H, F), "b2": new(H)}
+    gate = {"b1": None, "up_weight": new("up_weight", F, H)} if gated else {"b1": new("b1", F)}
+    weights = {"w1": new("w1", F, H), "w2": new("w2", H, F), "b2": new("b2", H)}
+    return {"input": new("input", rows, H), **weights, **gate}
 
 
-def tiled(given: Leaves, activation: str = "silu", tile_tokens: int = TILE) -> torch.Tensor:
-    return mlp_tiled(**given, activation=activation, tile_tokens=tile_tokens)
+def tiled(given: Leaves, activation: str = "silu") -> torch.Tensor:
+    return mlp_tiled(**given, activation=activation, tile_tokens=TILE)
 
 
 def eager(given: Leaves, activation: str = "silu") -> torch.Tensor:
-    linear = nn.functional.linear
-    hidden = ACTIVATIONS[activation](linear(given["input"], given["w1"], given["b1"]))
-    if given["up_weight"] is not None:
-        hidden = hidden * linear(given["input"], given["up_weight"])
+    linear, x = nn.functional.linear, given["input"]
+    hidden = ACTIVATIONS[activation](linear(x, given["w1"], given["b1"]))
+    if "up_weight" in given:
+        hidden = hidden * linear(x, given["up_weight"])
     return linear(hidden, given["w2"], given["b2"])
 
 
@@ -59,29 +61,33 @@ def results(given: Leaves, output: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"output": output.detach(), **dict(zip(asked, grads, strict=True))}
 
 
-def assert_right(got: dict[str, torch.Tensor], make: Callable[[torch.dtype], Leaves]) -> None:
-    dtype = got["output"].dtype
-    exact, stock = make(torch.float64), make(dtype)
-    want, base = results(exact, eager(exact)), results(stock, eager(stock))
-    assert_all_close(got, want, base, depth=F)
+CALLS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "transposed": {"transposed": True},
+    "no rows": {"rows": 0},
+    "one row": {"rows": 1},
+    "two tiles": {"rows": 2 * TILE},
+    "frozen weights": {"frozen": "w1 b1 up_weight w2 b2"},
+    "first frozen": {"frozen": "input w1 b1 up_weight"},
+    "gate frozen": {"frozen": "w1 b1"},
+}
 
 
 @BACKENDS
 @GATED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
+@pytest.mark.parametrize("call", CALLS)
 def test_values_and_gradients(
-    backend: str | None, dtype: torch.dtype, gated: bool, transposed: bool
+    backend: str | None, dtype: torch.dtype, gated: bool, call: str
 ) -> None:
-    def make(dtype: torch.dtype) -> Leaves:
-        return leaves(dtype, gated=gated, transposed=transposed)
-
-    given = make(dtype)
+    given, exact, stock = (
+        leaves(each, gated, **CALLS[call]) for each in (dtype, torch.float64, dtype)
+    )
     with fusedops.use_backend(backend):
         got = results(given, tiled(given))
-    assert_right(got, make)
-    for name in ("w1", "up_weight", "w2"):
-        assert given[name] is None or got[name].stride() == given[name].stride()
+    assert_all_close(got, results(exact, eager(exact)), results(stock, eager(stock)), depth=F)
+    for name in {"w1", "up_weight", "w2"} & got.keys():
+        assert got[name].stride() == given[name].stride()
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -92,7 +98,7 @@ def test_every_gate_differentiates_as_in_float64(activation: str) -> None:
 
 
 def test_second_derivatives() -> None:
-    given = leaves(torch.float64, gated=True, rows=(3,))
+    given = leaves(torch.float64, gated=True, rows=3)
     tensors = [given[name] for name in ("input", "w1", "up_weight", "w2", "b2")]
 
     def layer(x: Any, w1: Any, up: Any, w2: Any, b2: Any) -> torch.Tensor:
@@ -106,92 +112,54 @@ def test_second_derivatives() -> None:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_weights_are_rounded_once(backend: str | None, dtype: torch.dtype) -> None:
-    rows = 4096
-    x, weight = torch.ones(rows, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    x, weight = torch.ones(64, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype, requires_grad=True)
     bias = torch.zeros(1, dtype=dtype, requires_grad=True)
+    grad = torch.ones(64, 1, dtype=dtype)
+    grad[0] = 4096.0  # to which a sum in half precision would add nothing
     with fusedops.use_backend(backend):
-        y = fusedops.mlp(x, weight, bias, weight, bias, activation="relu", tile_tokens=64)
-        grads = torch.autograd.grad(y, [weight, bias], torch.full_like(y, 1 / 64))
-        one = fusedops.mlp(x[:64], weight, bias, weight, bias, activation="relu", tile_tokens=1)
-        first = torch.full_like(one, 1.0)
-        first[0] = 1024.0  # to which a sum in half precision would add nothing
-        odd = torch.autograd.grad(one, weight, first)
-    assert [grad.item() for grad in grads] == [2 * rows / 64] * 2
-    want = torch.tensor(1024.0 + 63).to(dtype) * 2
-    assert odd[0].item() == want.item()
-
-
-@GATED
-def test_rows_that_are_no_multiple_of_a_tile_and_none(gated: bool) -> None:
-    for rows in ((0,), (1,), (2 * TILE,), (2 * TILE + 1,)):
-        given = leaves(torch.float32, gated=gated, rows=rows)
-        got = results(given, tiled(given))
-        assert_right(got, lambda dtype, rows=rows: leaves(dtype, gated=gated, rows=rows))
-        assert rows != (0,) or not any(grad.any() for grad in got.values())
-
-
-@GATED
-@pytest.mark.parametrize("frozen", [("w1", "w2"), ("input", "w1", "b1", "up_weight"), ("w1",)])
-def test_frozen_parameters_get_no_gradient(gated: bool, frozen: tuple[str, ...]) -> None:
-    def make(dtype: torch.dtype) -> Leaves:
-        given = leaves(dtype, gated=gated)
-        for name in frozen:
-            if given[name] is not None:
-                given[name] = given[name].detach()
-        return given
-
-    given = make(torch.float32)
-    assert_right(results(given, tiled(given)), make)
+        y = fusedops.mlp(x, weight, bias, weight.detach(), None, activation="relu", tile_tokens=1)
+        got = torch.autograd.grad(y, [weight, bias], grad)
+    want = torch.tensor(4096.0 + 63).to(dtype)
+    assert [sums.item() for sums in got] == [want.item()] * 2
 
 
 def test_gradients_add_to_those_that_exist_and_autocast_lowers() -> None:
-    given = leaves(torch.float32, gated=True)
-    want = leaves(torch.bfloat16, gated=True)
+    given, want = (leaves(dtype, gated=True) for dtype in (torch.float32, torch.bfloat16))
     tiled(want).sum().backward()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             output = tiled(given)
         output.sum().backward()
     assert output.dtype == torch.bfloat16
-    for name, leaf in given.items():
-        if leaf is not None:
-            assert torch.equal(leaf.grad, 2 * want[name].grad.float())
+    for name in given.keys() - {"b1"}:
+        assert torch.equal(given[name].grad, 2 * want[name].grad.float())
 
 
 @GATED
 def test_checkpointing_and_compilation_give_the_same_bits(gated: bool) -> None:
-    given = leaves(torch.float32, gated=gated)
+    given = leaves(torch.float32, gated)
     want = results(given, tiled(given))
     again = checkpoint(lambda: tiled(given), use_reentrant=False)
     compiled = torch.compile(tiled, backend="aot_eager", fullgraph=True)(given)
-    for output in (again, compiled):
-        got = results(given, output)
+    for got in (results(given, again), results(given, compiled)):
         assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @GATED
-def test_products_are_counted(gated: bool) -> None:
-    given = leaves(torch.float32, gated=gated)
-    with FlopCounterMode(display=False) as forward:
-        output = tiled(given)
-    with FlopCounterMode(display=False) as backward:
-        results(given, output)
-    product = 2 * output.numel() * F
-    assert forward.get_total_flops() == (3 if gated else 2) * product
-    assert backward.get_total_flops() == (8 if gated else 5) * product
-
-
-@GATED
-def test_a_step_needs_a_quarter_of_the_memory(gated: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4096, 64, requires_grad=True)
+def test_products_and_memory_of_a_step(gated: bool) -> None:
+    x = torch.ones(4096, 64, requires_grad=True)
     make = fusedops.nn.GatedMLP if gated else fusedops.nn.MLP
+    layers = {size: make(64, 256, tile_tokens=size) for size in (None, 256)}
+    counts = {}
+    for size, layer in layers.items():
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        counts[size] = counter.get_total_flops() / (2 * x.numel() * 256)
+    assert counts == ({None: 9, 256: 11} if gated else {None: 6, 256: 7})
 
-    def peak(tile_tokens: int | None) -> int:
-        layer = make(64, 256, tile_tokens=tile_tokens)
-        return peak_bytes(lambda: layer(x).sum().backward(), x.device)
+    def peak(size: int | None) -> int:
+        return peak_bytes(lambda: layers[size](x).sum().backward(), x.device)
 
-    peak(None), peak(256)  # a first call fills caches
     assert 4 * peak(256) <= peak(None)
 
 
@@ -199,82 +167,64 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    torch.manual_seed(0)
     config = LlamaConfig(hidden_size=H, intermediate_size=F, num_attention_heads=2)
     return nn.Sequential(LlamaMLP(config))
 
 
-def sequential() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(H, F), nn.GELU(), nn.Linear(F, H))
-
-
-def step(model: nn.Module) -> list[torch.Tensor]:
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(2, 11, H, generator=torch.Generator().manual_seed(1)).to(dtype)
-    x.requires_grad_()
-    model.zero_grad()
-    output = model(x)
-    output.square().sum().backward()
-    parameters = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [output.detach(), x.grad, *parameters]
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
-    "sequential": sequential,
+    "sequential": lambda: nn.Sequential(nn.Linear(H, F), nn.GELU(), nn.Linear(F, H)),
     "gated": lambda: nn.Sequential(fusedops.nn.GatedMLP(H, F)),
     "plain": lambda: nn.Sequential(fusedops.nn.MLP(H, F, keep_hidden=True)),
 }
 
 
-def uses_tiles(model: nn.Module) -> bool:
+def step(model: nn.Module, *, tiles: bool) -> list[torch.Tensor]:
+    """Return output and gradients; whether the layer went in tiles is compared."""
+    x = torch.randn(2, 11, H, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    model.zero_grad()
     with torch.profiler.profile() as record:
-        step(model)
-    return any(event.key == "fusedops::mlp_tiled_backward" for event in record.key_averages())
-
-
-@pytest.mark.parametrize("name", ["llama", "sequential"])
-def test_patch_gives_tiles_until_unpatch(name: str) -> None:
-    model = MODELS[name]()
-    base, want = step(model), step(MODELS[name]().double())
-    report = fusedops.patch(model, tile_tokens=TILE)
-    assert "mlp_tiled" in str(report) and f"in tiles of {TILE} tokens" in str(report)
-    assert uses_tiles(model)
-    assert_all_close(step(model), want, base, depth=F)
-    fusedops.patch(model)
-    assert not uses_tiles(model)
-    fusedops.unpatch(model)
-    assert not any("tile_tokens" in vars(module) for module in model.modules())
+        output = model(x)
+        output.square().sum().backward()
+    used = any(row.key == "fusedops::mlp_tiled_backward" for row in record.key_averages())
+    assert used == tiles
+    grads = [weight.grad.clone() for weight in model.parameters() if weight.requires_grad]
+    return [output.detach(), x.grad, *grads]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_policy_gives_tiles_until_it_is_removed(name: str) -> None:
-    model = MODELS[name]()
+def test_patch_and_policies_give_tiles_and_take_them_off(name: str) -> None:
+    model, stock = MODELS[name](), name in ("llama", "sequential")
     layer = "" if name == "sequential" else "0"
-    if name in ("llama", "sequential"):
+    want = step(model, tiles=False)
+    if stock:
+        report = str(fusedops.patch(model, tile_tokens=TILE))
+        assert "mlp_tiled" in report and f"in tiles of {TILE} tokens" in report
+        assert_all_close(step(model, tiles=True), want, want, depth=F)
         fusedops.patch(model)
-    want = step(model)
-    policy = memory.Policy(memory.tile(layer, tile_tokens=TILE))
-    for rules in (policy, memory.Policy(*policy.rules, memory.recompute(layer))):
-        memory.apply(model, rules)
-        assert uses_tiles(model)
-        assert_all_close(step(model), want, want, depth=F)
+        step(model, tiles=False)
+    tile = memory.tile(layer, tile_tokens=TILE)
+    for rules in ([tile], [tile, memory.recompute(layer)]):
+        memory.apply(model, memory.Policy(*rules))
+        assert_all_close(step(model, tiles=True), want, want, depth=F)
     memory.remove(model)
-    assert not uses_tiles(model)
-    assert all(torch.equal(*pair) for pair in zip(step(model), want, strict=True))
+    step(model, tiles=False)
+    if stock:
+        fusedops.patch(model, tile_tokens=TILE)
+        fusedops.unpatch(model)
+        assert not any("tile_tokens" in vars(module) for module in model.modules())
 
 
 class Adapter(nn.Module):
-    """A linear layer with two small ones beside it, as libraries of adapters wrap it."""
+    """A linear layer with a small one beside it, as libraries of adapters wrap it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        self.added = nn.Linear(base.in_features, base.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.up(self.down(x))
+        return self.base_layer(x) + self.added(x)
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", "down_proj"])
@@ -282,11 +232,10 @@ def test_adapters_are_called_and_the_report_says_so(projection: str) -> None:
     model = llama()
     fusedops.patch(model, tile_tokens=TILE)
     setattr(model[0], projection, Adapter(getattr(model[0], projection)))
-    got = step(model)
+    got = step(model, tiles=False)
     assert f"{projection} is a Adapter" in str(fusedops.describe(model))
     fusedops.unpatch(model)
-    want = step(model)
-    assert len(got) == len(want)
+    want = step(model, tiles=False)
     assert_all_close(got, want, want, depth=F)
     with pytest.raises(UnsupportedError, match="no feed-forward layer is one op"):
         fusedops.patch(model, tile_tokens=TILE)
@@ -300,13 +249,11 @@ def test_what_has_no_tiles_is_refused() -> None:
         fusedops.nn.GatedMLP(H, F, bias=True, tile_tokens=TILE)
     with pytest.raises(ValueError, match="keep_hidden must be False with"):
         fusedops.nn.MLP(H, F, keep_hidden=True, tile_tokens=TILE)
-    with pytest.raises(TypeError, match="patch: tile_tokens must be an int"):
-        fusedops.patch(llama(), tile_tokens=1.5)
     model = nn.Sequential(nn.LayerNorm(H), fusedops.nn.MLP(H, F))
     with pytest.raises(UnsupportedError, match="no feed-forward layer is one op"):
         fusedops.patch(model, tile_tokens=TILE)
-    assert type(model[0]) is nn.LayerNorm
     rules = memory.tile("1", tile_tokens=TILE), memory.tile(nn.LayerNorm, tile_tokens=TILE)
     with pytest.raises(UnsupportedError, match="a LayerNorm: tiles are for"):
         memory.apply(model, memory.Policy(*rules))
+    assert type(model[0]) is nn.LayerNorm
     assert model[1].tile_tokens is None and "forward" not in vars(model[1])
