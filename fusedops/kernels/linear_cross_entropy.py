@@ -72,7 +72,7 @@ def gradients(
             classes = (num_classes, call.num_classes, chunk.start)
             logits_gradient(*arguments, *classes, options=call.options, tokens=tokens)
             if output_mask[0]:
-                grad_hidden = _product(grad, weight[chunk], add=grad_hidden)
+                grad_hidden = float32_product(grad, weight[chunk], add=grad_hidden)
             if output_mask[1]:
                 torch.mm(grad.t(), x, out=grad_weight[chunk])
             if output_mask[2]:
@@ -92,11 +92,13 @@ def _chunks(num_classes: int, chunk_size: int) -> Iterator[slice]:
 def _logits(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice
 ) -> torch.Tensor:
-    logits = _product(x, weight[chunk].t())
+    logits = float32_product(x, weight[chunk].t())
     return logits if bias is None else logits.add_(bias[chunk])
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+def float32_product(
+    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the float32 product, added to ``add`` (which may be overwritten)."""
     if a.dtype == torch.float32 or not a.is_cuda:  # not CUDA: Triton's interpreter
         product = a.float() @ b.float()

@@ -19,7 +19,7 @@ from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.report import StepMemory, report
 from fusedops.memory.offloading.experts import store_experts
 from fusedops.memory.offloading.offloader import OffloadSettings
-from fusedops.memory.policy import Policy, offload, recompute, save
+from fusedops.memory.policy import Policy, offload, recompute, save, tile
 
 __all__ = [
     "OffloadSettings",
@@ -33,5 +33,6 @@ __all__ = [
     "report",
     "save",
     "store_experts",
+    "tile",
     "use_arena",
 ]

@@ -17,7 +17,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
-from fusedops.memory.policy import RECOMPUTE, MemoryRule, Policy, winning_rule
+from fusedops.memory.policy import RECOMPUTE, TILE, MemoryRule, Policy, winning_rule
 from fusedops.memory.policy_state import PolicyState
 
 
@@ -33,7 +33,34 @@ class WrappedLayer:
         self._rules = frozenset(rules)
         self.region = winning_rule([rule for rule in rules if not rule.of_tensors], RECOMPUTE)
         self._buffers = Buffers(module)
+        self._tiles_only = all(rule.treatment == TILE for rule in state.policy.rules)
+        self._set_tile_tokens([rule for rule in rules if rule.treatment == TILE])
         self._make_contexts()
+
+    def _set_tile_tokens(self, rules: list[MemoryRule]) -> None:
+        module = self._module
+        self.tiles, self._before = bool(rules), vars(module).get("tile_tokens")
+        if not rules:
+            return
+        if not hasattr(type(module), "tile_tokens"):
+            raise UnsupportedError(
+                f"apply: {rules[-1]} names {self.name or 'the model'}, a {type(module).__name__}: "
+                "tiles are for fusedops.nn.MLP and GatedMLP, and for feed-forward layers that "
+                "patch has replaced"
+            )
+        vars(module)["tile_tokens"] = rules[-1].tile_tokens
+        rule = getattr(type(module), "fused_rule", None)
+        plan = rule.current_plan(module) if rule is not None else None
+        if rule is not None and "mlp_tiled" not in getattr(plan, "ops", ()):
+            self.forget_tiles()
+            reason = getattr(plan, "note", None) or getattr(plan, "reason", "it has one product")
+            name = self.name or "the model"
+            raise UnsupportedError(f"apply: {name} cannot run in tiles: {reason}")
+
+    def forget_tiles(self) -> None:
+        """Give the module the tiles that it had before the policy."""
+        if self.tiles:
+            vars(self._module)["tile_tokens"] = self._before
 
     def _make_contexts(self) -> None:
         rules = self.state.policy.rules
@@ -53,7 +80,7 @@ class WrappedLayer:
         self, call: wrap.ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the module."""
-        if not torch.is_grad_enabled():
+        if self._tiles_only or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             return compiled.run(call, self.contexts, self.warning, args, kwargs)
@@ -75,7 +102,8 @@ def apply(
 ) -> None:
     """Save, recompute or offload what the forward of a model saves, as a policy says.
 
-    Loss and gradients keep their bits. A policy that was applied before is taken off first.
+    Loss and gradients keep their bits; ``tile`` rounds the gradients of weights in other places. A
+    policy that was applied before is taken off first.
 
     Args:
         model: any module; a patched one must be patched before. Wrap it in DDP afterwards;
@@ -86,8 +114,8 @@ def apply(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a rule names no module of the model.
-        UnsupportedError: a rule names a module whose work a fused parent does; the model is left
-            as it was.
+        UnsupportedError: a rule names a module whose work a fused parent does, or ``tile`` one that
+            has no tiles; the model is left as it was.
 
     Note:
         Works in eager mode and under ``torch.compile``; forward passes without gradients run as
@@ -110,10 +138,14 @@ def apply(
     _check_patterns(policy, named)
     aside = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
     state = PolicyState(model, policy, settings)
-    for name, module in named.items():
-        rules = [rule for rule in policy.rules if rule.names_module(name, module)]
-        if rules or (module is model and any(not rule.modules for rule in policy.rules)):
-            wrap.wrap(module, WrappedLayer(state, name, module, rules))
+    try:
+        for name, module in named.items():
+            rules = [rule for rule in policy.rules if rule.names_module(name, module)]
+            if rules or (module is model and any(not rule.modules for rule in policy.rules)):
+                wrap.wrap(module, WrappedLayer(state, name, module, rules))
+    except UnsupportedError:
+        remove(model)
+        raise
     for name, module in named.items():
         reason = wrap.unsupported_reason(module)
         if reason is not None and module not in aside:
@@ -139,15 +171,17 @@ def remove(model: nn.Module) -> None:
         >>> fusedops.memory.remove(torch.nn.Linear(2, 2))
     """
     checks.module("remove", model)
-    ours = [module for module in model.modules() if _layer_of(module) is not None]
+    layers = [(module, _layer_of(module)) for module in model.modules()]
     for name, module in model.named_modules():
         if _covered(module):
             raise UnsupportedError(
                 f"remove: something has replaced the forward of {name or 'the model'} since the "
                 "policy was applied: remove that first"
             )
-    for module in ours:
-        wrap.unwrap(module)
+    for module, layer in layers:
+        if layer is not None:
+            layer.forget_tiles()
+            wrap.unwrap(module)
 
 
 def policy_state_of(model: nn.Module) -> PolicyState | None:

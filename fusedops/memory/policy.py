@@ -18,7 +18,7 @@ from torch import nn
 
 from fusedops._core import checks
 
-SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
+SAVE, RECOMPUTE, OFFLOAD, TILE = "save", "recompute", "offload", "tile"
 
 Modules = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 Ops = Any  # a name, an operator of torch.ops, or several of them
@@ -60,7 +60,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """One sentence of a policy; made by ``save``, ``recompute`` and ``offload``."""
+    """One sentence of a policy; made by ``save``, ``recompute``, ``offload`` and ``tile``."""
 
     treatment: str
     modules: tuple[str | type[nn.Module], ...] = ()
@@ -68,6 +68,7 @@ class MemoryRule:
     outputs: tuple[str, ...] = ()
     when: Callable[[SavedTensorInfo], bool] | None = None
     communication: CommunicationOptions = CommunicationOptions()
+    tile_tokens: int | None = None
 
     @property
     def of_tensors(self) -> bool:
@@ -100,6 +101,7 @@ class MemoryRule:
             f"ops={', '.join(self.ops)}" if self.ops else "",
             f"outputs={', '.join(self.outputs)}" if self.outputs else "",
             f"when={getattr(self.when, '__name__', 'given')}" if self.when else "",
+            f"tile_tokens={self.tile_tokens}" if self.tile_tokens else "",
         ]
         return f"{self.treatment}({', '.join(word for word in words if word)})"
 
@@ -247,6 +249,33 @@ def offload(
     return _rule(OFFLOAD, modules, ops, outputs, when)
 
 
+def tile(modules: Modules, *, tile_tokens: int) -> MemoryRule:
+    """Run feed-forward layers for a tile of their tokens at a time, in forward and backward.
+
+    Of their intermediate activations only those of one tile exist, and the backward recomputes
+    them, as ``fusedops.mlp`` with ``tile_tokens`` does.
+
+    Args:
+        modules: as in ``save``: ``fusedops.nn.MLP`` and ``GatedMLP``, these under tensor
+            parallelism, and feed-forward layers that ``fusedops.patch`` has replaced.
+        tile_tokens: number of tokens of a tile.
+
+    Returns:
+        A rule for ``Policy``. Of several that name a module the last one decides.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: no module is named, or ``tile_tokens`` is less than 1.
+
+    Example:
+        >>> import fusedops
+        >>> print(fusedops.memory.tile("layers.*.mlp", tile_tokens=1024))
+        tile(modules='layers.*.mlp', tile_tokens=1024)
+    """
+    checks.integer("tile", "tile_tokens", tile_tokens, least=1)
+    return _rule(TILE, modules, (), (), None, tile_tokens=tile_tokens)
+
+
 class Policy:
     """Rules for the tensors that a forward pass saves for its backward.
 
@@ -260,7 +289,7 @@ class Policy:
     offloaded. What ``save`` names stays on the device, unless a later ``offload`` wins.
 
     Args:
-        *rules: of ``save``, ``recompute`` and ``offload``.
+        *rules: of ``save``, ``recompute`` and ``offload``; and of ``tile``, which answers neither.
 
     Raises:
         TypeError: one of them is no rule.
@@ -276,7 +305,7 @@ class Policy:
         for rule in rules:
             if not isinstance(rule, MemoryRule):
                 raise TypeError(
-                    "Policy: each rule must come from save(), recompute() or offload(), "
+                    "Policy: each rule must come from save(), recompute(), offload() or tile(), "
                     f"got {checks.shown(rule)}"
                 )
         self.rules = rules
@@ -311,7 +340,7 @@ def _rule(
     ops: Ops,
     outputs: str | Iterable[str],
     when: Callable[[SavedTensorInfo], bool] | None,
-    **communication: CommunicationOptions,
+    **options: Any,
 ) -> MemoryRule:
     if when is not None and not callable(when):
         checks.fail_type(treatment, "when", "a function", when)
@@ -325,7 +354,7 @@ def _rule(
         if not isinstance(name, str):
             checks.fail_type(treatment, "outputs", "names of an operator's results", name)
     names = tuple(_op_name(treatment, op) for op in _several(ops))
-    rule = MemoryRule(treatment, patterns, names, results, when, **communication)
+    rule = MemoryRule(treatment, patterns, names, results, when, **options)
     if not (rule.modules or rule.of_tensors):
         raise ValueError(f"{treatment}: name modules, ops or outputs, or give when")
     return rule

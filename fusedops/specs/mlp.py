@@ -22,6 +22,7 @@ def _eager(
     *,
     activation: str = "fast_gelu",
     recompute: bool = False,
+    tile_tokens: int | None = None,
 ) -> torch.Tensor:
     return F.linear(ACTIVATIONS[activation](F.linear(input, w1, b1)), w2, b2)
 
@@ -34,6 +35,7 @@ def _call(
     activation: str = "fast_gelu",
     biases: tuple[bool, bool] = (True, True),
     recompute: bool = False,
+    tile_tokens: int | None = None,
 ) -> Sample:
     in_features, hidden, out = sizes
     args = (
@@ -43,7 +45,8 @@ def _call(
         new(out, hidden, scale=max(hidden, 1) ** -0.5, key="w2"),
         new(out, key="b2") if biases[1] else None,
     )
-    return Sample(name, args, {"activation": activation, "recompute": recompute})
+    options = {"activation": activation, "recompute": recompute, "tile_tokens": tile_tokens}
+    return Sample(name, args, options)
 
 
 def _samples(new: TensorFactory) -> list[Sample]:
@@ -63,6 +66,9 @@ def _samples(new: TensorFactory) -> list[Sample]:
         call("first_bias", (2, 3), (11, 18, 9), "gelu", (True, False), recompute=True),
         call("second_bias", (2, 3), (11, 18, 9), "gelu", (False, True)),
         Sample("conv1d_weights", (new(5, 9), conv1d[0], new(21, key="b"), conv1d[1], None)),
+        call("tiles", (2, 7), (12, 19, 10), "gelu", tile_tokens=4),
+        call("tiles_relu", (6,), (11, 18, 9), "relu", (False, False), tile_tokens=3),
+        Sample("tiles_conv1d", (new(5, 9), conv1d[0], None, conv1d[1], None), {"tile_tokens": 2}),
         call("one_row", (), (12, 19, 10)),
         call("odd_sizes", (37,), (65, 101, 43)),
         call("no_rows", (0,), (12, 19, 10)),

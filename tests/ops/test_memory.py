@@ -73,6 +73,7 @@ KEPT: dict[str, tuple[list[Any], dict[str, Any], str, list[int]]] = {
     "quantized_linear": (PACKED, {"out_features": 10, "group": 8}, "qweight scales", []),
     "linear_glu": ([*LINEAR, new(10, 8)], {}, "gate_weight input up_weight", [240, 240]),
     "mlp": (MLP, {}, "b1 b2 input w1 w2", [9 * 32 * 4]),
+    "mlp, tiles": (MLP, {"tile_tokens": 4}, "b1 b2 input w1 w2", []),
     "mlp, recompute": (MLP, {"recompute": True}, "b1 b2 input w1 w2", []),
     "baddbmm": ([new(2, 3, 5), new(2, 3, 4), new(2, 4, 5)], {}, "batch1 batch2", []),
     "grouped_mm": (GROUPS, SILU, "input offsets weight", [240]),

@@ -41,6 +41,7 @@ THREADED: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "linear_act": ([(301, 200), (130, 200), (130,)], {"activation": "gelu"}),
     "linear_glu": ([(301, 200), (130, 200), (130, 200)], {"activation": "gelu"}),
     "mlp": ([(201, 60), (130, 60), (130,), (50, 130), (50,)], {"recompute": True}),
+    "mlp, tiles": ([(201, 60), (130, 60), (130,), (50, 130), (50,)], {"tile_tokens": 90}),
     "baddbmm": ([(3, 1, 130), (2, 3, 200, 64), (3, 64, 130)], {"alpha": 0.125}),
     "grouped_mm": ([(305, 200), (4, 200, 130), ENDS], {"activation": "silu"}),
     "moe_mlp": ([(301, 200), PLAN_OF_MANY, (7, 200, 260), (7, 130, 90), (7, 260), (7, 90)], {}),

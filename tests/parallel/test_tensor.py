@@ -115,6 +115,8 @@ LAYERS: dict[str, tuple[Callable[[torch.dtype], nn.Module], Callable[..., nn.Mod
     "recomputed": (lambda dtype: MLP(H, F, dtype=dtype, recompute=True), ParallelMLP.of),
     "kept": (lambda dtype: MLP(H, F, dtype=dtype, keep_hidden=True), ParallelMLP.of),
     "gated": (lambda dtype: GatedMLP(H, F, dtype=dtype), ParallelGatedMLP.of),
+    "tiles": (lambda dtype: MLP(H, F, dtype=dtype, tile_tokens=3), ParallelMLP.of),
+    "gated_tiles": (lambda dtype: GatedMLP(H, F, dtype=dtype, tile_tokens=3), ParallelGatedMLP.of),
     "gated_bias": (lambda dtype: GatedMLP(H, F, bias=True, dtype=dtype), ParallelGatedMLP.of),
 }
 
@@ -135,7 +137,12 @@ def _layers(rank: int, dtype: torch.dtype) -> None:
         eager, truth = one_process(make, input, grad, dtype)
         keys = list(make(dtype).state_dict())
         for options in ({}, {"sequence": True}, {"sequence": True, "overlap": True}):
-            if "overlap" in options and name in ("recomputed", "gated_bias"):
+            if "overlap" in options and name in (
+                "recomputed",
+                "gated_bias",
+                "tiles",
+                "gated_tiles",
+            ):
                 continue  # refused
             layer = split(make(dtype), mesh, **{"sequence": False, **options})
             assert list(layer.state_dict()) == keys, name
@@ -245,6 +252,9 @@ def test_bad_input_names_what_is_wrong(rank: int) -> None:
         ParallelMLP.of(MLP(H, F), mesh, overlap=True)
     with pytest.raises(ValueError, match="overlap must be False where the module recomputes"):
         ParallelMLP.of(MLP(H, F, recompute=True), mesh, sequence=True, overlap=True)
+    for layer, kind in ((MLP, ParallelMLP), (GatedMLP, ParallelGatedMLP)):
+        with pytest.raises(ValueError, match="tile_tokens must be None with overlap"):
+            kind.of(layer(H, F, tile_tokens=2), mesh, sequence=True, overlap=True)
     layer = RowLinear.of(LinearAct(F, H, activation="identity"), mesh, sequence=True, overlap=True)
     with pytest.raises(ValueError, match="size of dim -2 must be a multiple of the 2 ranks"):
         layer(torch.zeros(3, F // 2))

@@ -32,7 +32,18 @@ struct GluGradient {
   DType dtype;
 };
 
+// Epilogue of the product that gives the gradient of a gated layer's hidden features, which never
+// reach memory: the gradients of gate and up take their places.
+struct GluHiddenGradient {
+  GemmCall product;  // m = rows, n = columns; store and context are filled in
+  void* gate;        // [rows, columns]
+  void* up;          // [rows, columns]
+  void* hidden;      // [rows, columns], act(gate) * up, or null
+  Activation activation;
+};
+
 }  // namespace fusedops
 
 FUSEDOPS_DECLARE_ISA(linear_glu_forward, const LinearGluForward&)
 FUSEDOPS_DECLARE_ISA(glu_gradient, const GluGradient&)
+FUSEDOPS_DECLARE_ISA(glu_hidden_gradient, const GluHiddenGradient&)

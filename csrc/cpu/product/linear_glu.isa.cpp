@@ -5,7 +5,8 @@
 // output only the two pre-activations are written, once, when they are kept.
 //
 // Backward: one pass reads grad_output and the pre-activations and writes their two gradients,
-// which the matrix products then read.
+// which the matrix products then read. Where grad_output is itself a product (mlp_tiled), the same
+// is done on its tiles.
 #include "linear_glu.h"
 
 #include "../elementwise/elementwise.h"
@@ -30,6 +31,26 @@ void store_glu(const void* context, const Tile& tile) {
       if (gate != nullptr) store_vec(gate + c, g, count, full);
       if (up != nullptr) store_vec(up + c, u, count, full);
       if (output != nullptr) store_vec(output + c, activated<T, A>(g) * u, count, full);
+    });
+  }
+}
+
+template <typename T, Activation A>
+void store_hidden_gradient(const void* context, const Tile& tile) {
+  using V = Vec<T>;
+  const auto& a = *static_cast<const GluHiddenGradient*>(context);
+  const int64_t n = a.product.n;
+  for (int i = 0; i < tile.rows; ++i) {
+    const auto* sums = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
+    T* gate = at<T>(a.gate, tile.row + i, n, tile.column);
+    T* up = at<T>(a.up, tile.row + i, n, tile.column);
+    T* hidden = at<T>(a.hidden, tile.row + i, n, tile.column);
+    for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
+      const V d = load_vec(sums + c, count, full), g = load_vec(gate + c, count, full);
+      const V u = load_vec(up + c, count, full), value = activated<T, A>(g);
+      store_vec(gate + c, with_slope<A>(d * u, slope<T, A>(g), g), count, full);
+      store_vec(up + c, d * value, count, full);
+      if (hidden != nullptr) store_vec(hidden + c, value * u, count, full);
     });
   }
 }
@@ -67,6 +88,18 @@ void linear_glu_forward(const LinearGluForward& a) {
   product.context = &a;
   with_types(product.dtype, a.activation, [&](auto t, auto tag) {
     product.store = store_glu<decltype(t), decltype(tag)::value>;
+  });
+  gemm(product);
+}
+
+void glu_hidden_gradient(const GluHiddenGradient& a) {
+  GemmCall product = a.product;
+  product.context = &a;
+  product.touched[0] = {a.gate, product.n};
+  product.touched[1] = {a.up, product.n};
+  product.touched[2] = {a.hidden, product.n};
+  with_types(product.dtype, a.activation, [&](auto t, auto tag) {
+    product.store = store_hidden_gradient<decltype(t), decltype(tag)::value>;
   });
   gemm(product);
 }

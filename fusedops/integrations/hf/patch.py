@@ -32,6 +32,7 @@ from fusedops.integrations.hf.rules.rule import (
     resolution,
     rule_of,
 )
+from fusedops.ops.mlp_tiled import check_tile_tokens
 
 
 def patch(
@@ -41,6 +42,7 @@ def patch(
     strict: bool = False,
     calibrate: bool | str | os.PathLike[str] = False,
     example: Any = None,
+    tile_tokens: int | None = None,
 ) -> PatchReport:
     """Replace a model's modules by fused ones, and return a report.
 
@@ -65,6 +67,9 @@ def patch(
             tensor. Steps are run with it, backward included where the model is in training, and
             the report says which share of the time fused ops take (``report.step``) and which
             parameters receive gradients. The model's state stays.
+        tile_tokens: number of tokens that go through a feed-forward layer at a time, for long
+            sequences, as in ``fusedops.mlp``: each layer whose products are one op then
+            (``mlp_tiled`` in the report; others have a note).
 
     Returns:
         A report with an entry per module, and one per loss of a transformers model; ``print`` shows
@@ -73,12 +78,13 @@ def patch(
     Raises:
         TypeError: ``model`` is not a module, ``strict`` not a bool, ``calibrate`` not a bool or
             path, or ``example`` not one of these.
-        ValueError: ``level`` is unknown, the model does not take ``example``, ``calibrate`` comes
-            without it, or the file of ``calibrate`` has other contents or does not end in
-            ``.json``.
+        ValueError: ``level`` is unknown, ``tile_tokens`` is less than 1, the model does not take
+            ``example``, ``calibrate`` comes without it, or the file of ``calibrate`` has other
+            contents or does not end in ``.json``.
         OSError: that file cannot be read or written, or its folder does not exist.
-        UnsupportedError: ``strict`` and something could not be replaced, or a backward with
-            ``example`` would run an optimizer's step; the model is untouched.
+        UnsupportedError: ``strict`` and something could not be replaced, no feed-forward layer can
+            go in tiles, or a backward with ``example`` would run an optimizer's step; the model is
+            untouched.
 
     Note:
         Patch after loading adapters and before ``fully_shard``. If the children of a fused module
@@ -98,6 +104,7 @@ def patch(
     checks.module("patch", model)
     checks.choice("patch", "level", level, LEVELS)
     checks.flag("patch", "strict", strict)
+    check_tile_tokens("patch", tile_tokens)
     if not isinstance(calibrate, (bool, str, os.PathLike)):
         checks.fail_type("patch", "calibrate", "a bool or a path", calibrate)
     if not isinstance(calibrate, bool) and not os.fspath(calibrate).endswith(".json"):
@@ -108,7 +115,12 @@ def patch(
     step = None if example is None else ExampleStep(model, example, "patch")
     give_back = _what_is_patched(model)
     try:
-        report = _patched(model, level)
+        report = _patched(model, level, tile_tokens)
+        if tile_tokens is not None and not any("mlp_tiled" in row.op for row in report.replaced):
+            raise UnsupportedError(
+                "patch: tile_tokens was given, but no feed-forward layer is one op from its first "
+                "to its last product: the report of patch without tile_tokens says why"
+            )
         if strict and (report.failed or not report.replaced):
             raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
         if step is not None:
@@ -172,18 +184,21 @@ def _stock(model: nn.Module) -> Iterator[None]:
 def _what_is_patched(model: nn.Module) -> Callable[[], None]:
     """Return what gives a model the classes and fused losses that it has now."""
     classes = {module: type(module) for module in model.modules()}
+    tiles = {m: vars(m)["tile_tokens"] for m in model.modules() if "tile_tokens" in vars(m)}
     owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
 
     def give_back() -> None:
         for module, cls in classes.items():
             module.__class__ = cls
+        for module, tile_tokens in tiles.items():
+            vars(module)["tile_tokens"] = tile_tokens
         for owner in owners:
             _losses().take(owner)
 
     return give_back
 
 
-def _patched(model: nn.Module, level: str) -> PatchReport:
+def _patched(model: nn.Module, level: str, tile_tokens: int | None) -> PatchReport:
     _restore(model)
     calibration.forget(model)
     rules, uncalled = _rules_of(model), only_read(model)
@@ -193,6 +208,8 @@ def _patched(model: nn.Module, level: str) -> PatchReport:
             continue
         if isinstance(_plan(rule, module), FusionPlan):
             module.__class__ = rule.patched
+            if tile_tokens is not None and "tile_tokens" in vars(rule.patched):
+                vars(module)["tile_tokens"] = tile_tokens
     for _, owner in _loss_owners(model):
         if level >= _losses().LEVEL:
             _losses().take(owner)
@@ -282,6 +299,7 @@ def _restore(model: nn.Module) -> None:
     for module in model.modules():
         rule = rule_of(module)
         if rule is not None and not _covered(module):
+            module.__dict__.pop("tile_tokens", None)
             module.__class__ = rule.original
     for _, owner in _loss_owners(model):
         _losses().restore(owner)

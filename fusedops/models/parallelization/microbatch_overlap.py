@@ -197,9 +197,8 @@ def _attention(layer: Layer, x_BSH: torch.Tensor, context: ForwardContext) -> Ph
 def _feed_forward(part: Any, x_BSH: torch.Tensor) -> Phases[torch.Tensor]:
     if not isinstance(part, (ParallelMLP, ParallelGatedMLP)):
         return _region(_IDENTITY, x_BSH, ("feed-forward", part), ("nothing", _IDENTITY))
-    end = part if isinstance(part, ParallelMLP) else part.down_proj
     steps = ("feed-forward, in", part.inner), ("feed-forward, out", _IDENTITY)
-    return _region(end, x_BSH, *steps)
+    return _region(part, x_BSH, *steps)
 
 
 def _region(end: Any, x_BSH: torch.Tensor, first: _Step, second: _Step) -> Phases[torch.Tensor]:

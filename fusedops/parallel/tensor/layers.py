@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fusedops._core import checks, exchange_kernels
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act, linear_glu, mlp
+from fusedops.ops.mlp_tiled import mlp_tiled
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.tensor.async_linear import all_gather_product, linear_reduce_scatter
@@ -408,6 +409,7 @@ class ParallelMLP(ParallelLayer):
     b2: nn.Parameter | None
     recompute: bool
     keep_hidden: bool
+    tile_tokens: int | None = None
     _bias_name = "b2"
 
     @classmethod
@@ -420,8 +422,8 @@ class ParallelMLP(ParallelLayer):
         well, the gathered input is not.
 
         Raises:
-            ValueError: ranks do not divide the hidden features, or ``module`` recomputes with
-            ``overlap``.
+            ValueError: ranks do not divide the hidden features, or ``module`` recomputes or has
+            ``tile_tokens`` with ``overlap``.
             TypeError: ``module`` is no ``fusedops.nn.MLP``.
         """
         self = cls(mesh, sequence=sequence, overlap=overlap)
@@ -431,12 +433,15 @@ class ParallelMLP(ParallelLayer):
             checks.fail(op, "overlap", "False where the module recomputes", overlap)
         self.activation, self.recompute = module.activation, module.recompute
         self.keep_hidden = module.keep_hidden
+        self.tile_tokens = module.tile_tokens
+        check_tiles(self)
         for name, dim in (("w1", 0), ("b1", 0), ("w2", 1), ("b2", None)):
             setattr(self, name, distribute(op, name, getattr(module, name), mesh, dim))
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and sharding of ``input``."""
+        check_tiles(self)
         if self.overlap:
             first = local(self.w1), local(self.b1)
             hidden = all_gather_product(
@@ -458,31 +463,42 @@ class ParallelMLP(ParallelLayer):
         if self._in_two:
             return linear_act(inner, w2, activation="identity")
         w1, b1 = local(self.w1), local(self.b1)
-        return mlp(inner, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
+        options: Any = {"recompute": self.recompute, "tile_tokens": self.tile_tokens}
+        return mlp(inner, w1, b1, w2, None, activation=self.activation, **options)
 
     @property
     def _in_two(self) -> bool:
-        return self.keep_hidden and not self.recompute
+        return self.keep_hidden and not self.recompute and self.tile_tokens is None
 
 
 class ParallelGatedMLP(ParallelLayer):
     """A gated feed-forward layer whose hidden features are sharded over the ranks.
 
     Made by ``ParallelGatedMLP.of``. The children ``gate_proj``, ``up_proj`` and ``down_proj`` hold
-    the parameters; gate and up are one ``fusedops.linear_glu`` per rank.
+    the parameters; gate and up are one ``fusedops.linear_glu`` per rank, and with ``tile_tokens``
+    all three projections are one op.
     """
 
     gate_proj: ColumnLinear
     up_proj: ColumnLinear
     down_proj: RowLinear
+    tile_tokens: int | None = None
 
     @classmethod
     def of(
         cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
     ) -> ParallelGatedMLP:
-        """Return ``module`` with its hidden features sharded."""
+        """Return ``module`` with its hidden features sharded.
+
+        Raises:
+            ValueError: ranks do not divide the hidden features, or the gate has a bias or
+            ``module`` has ``tile_tokens`` with ``overlap``.
+            TypeError: ``module`` is no ``fusedops.nn.GatedMLP``.
+        """
         self = cls(mesh, sequence=sequence, overlap=overlap)
         check_type(cls.__name__, module, GatedMLP)
+        self.tile_tokens = module.tile_tokens
+        check_tiles(self)
         if overlap and module.gate_proj.bias is not None:
             checks.fail(cls.__name__, "overlap", "False where the gate has a bias", overlap)
         self.activation = module.activation
@@ -493,22 +509,48 @@ class ParallelGatedMLP(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and sharding of ``input``."""
+        check_tiles(self)
         if self.overlap:
             weights = local(self.gate_proj.weight), local(self.up_proj.weight)
             hidden = all_gather_product(
                 "linear_glu", input, self.group, *weights, activation=self.activation
             )
-        else:
-            hidden = self.inner(to_tensor_parallel(input, self.group, sequence=self.sequence))
-        return self.down_proj(hidden)
+            return self.down_proj(hidden)
+        x = to_tensor_parallel(input, self.group, sequence=self.sequence)
+        return self.biased(self.reduce(self.product(self.inner(x))))
 
     def inner(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the hidden features of this rank, of the full input."""
+        """Return the hidden features of this rank, of the full input; in tiles, ``input``."""
+        if self.tile_tokens is not None:
+            return input
         gate, up = self.gate_proj, self.up_proj
         if gate.bias is None:
             weights = local(gate.weight), local(up.weight)
             return linear_glu(input, *weights, activation=self.activation)
         return gate(input) * up(input)
+
+    def product(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum that ``forward`` reduces."""
+        if self.tile_tokens is None:
+            return self.down_proj.product(inner)
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        gate, up, down = (local(layer.weight) for layer in layers)
+        options: Any = {"activation": self.activation, "tile_tokens": self.tile_tokens}
+        return mlp_tiled(inner, gate, None, down, None, up_weight=up, **options)
+
+    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Add the bias of ``down_proj``."""
+        return self.down_proj.biased(reduced)
+
+
+def check_tiles(layer: ParallelMLP | ParallelGatedMLP) -> None:
+    """Raise where ``tile_tokens``, which may be set later, and ``overlap`` come together.
+
+    Blocks of communication alternate with products of all their tokens.
+    """
+    if layer.tile_tokens is not None and layer.overlap:
+        expected = "None with overlap: parallelize without overlapped communication"
+        checks.fail(type(layer).__name__, "tile_tokens", expected, layer.tile_tokens)
 
 
 def _activation_of(op: str, module: Any) -> str:

@@ -4,6 +4,9 @@ A step is the path of a child, an activation or a dropout that is a function of 
 sum with an argument, or a gate: ``act(gate(x)) * up(x)``. A dropout between activation and product
 that has no work, and an identity, are passed over. A gate of two projections is one op with them;
 with one projection for both, or where they must be called, activation and product are one.
+
+Where the module has ``tile_tokens`` (``patch`` sets it), linear, activation and linear go through
+the op in tiles of tokens, and so do a gate with its projections and the linear layer behind it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
+from fusedops.ops.mlp_tiled import mlp_tiled
 from fusedops.ops.swiglu import swiglu
 
 remember(nn.Dropout)
@@ -84,6 +88,7 @@ class Fusion(NamedTuple):
     second: Any  # the linear layer behind it, or ``None``
     steps: tuple[Step, ...]  # those that it computes
     note: str | None = None  # why a linear layer behind it is called
+    up: Any = None  # the linear layer whose product the activation is multiplied by
 
 
 def run(
@@ -99,18 +104,26 @@ def run(
         elif isinstance(part, GateStep):
             input = gated(module, part, input)
         elif isinstance(part, Fusion):
-            input = _fused(part, input)
+            input = _fused(part, input, _tile_tokens(module))
         else:
             input = apply(module, part, input)
     return input
 
 
-def _fused(fusion: Fusion, input: torch.Tensor) -> torch.Tensor:
+def _tile_tokens(module: Any) -> int | None:
+    return getattr(module, "tile_tokens", None)
+
+
+def _fused(fusion: Fusion, input: torch.Tensor, tile_tokens: int | None) -> torch.Tensor:
     first, second, name = fusion.first, fusion.second, fusion.activation
     if second is None:
         return linear_act(input, weight_of(first), first.bias, activation=name)
     weights = (weight_of(first), first.bias, weight_of(second), second.bias)
-    return mlp(input, *weights, activation=name)
+    if fusion.up is None:
+        return mlp(input, *weights, activation=name, tile_tokens=tile_tokens)
+    assert tile_tokens is not None
+    up = weight_of(fusion.up)
+    return mlp_tiled(input, *weights, activation=name, tile_tokens=tile_tokens, up_weight=up)
 
 
 def _gate_of(steps: tuple[Step, ...]) -> GateStep | None:
@@ -120,10 +133,12 @@ def _gate_of(steps: tuple[Step, ...]) -> GateStep | None:
 def _parts(module: Any, steps: tuple[Step, ...]) -> list[Step | Fusion]:
     """Return the steps, with those that are one op now as one part.
 
-    What follows a gate is one step each, as ``gate_plan`` says.
+    What follows a gate is one step each, as ``gate_plan`` says, unless it goes in tiles.
     """
-    if _gate_of(steps) is not None:
-        return list(steps)
+    gate = _gate_of(steps)
+    if gate is not None:
+        tiled = _tiled_gate(module, gate, steps)
+        return [tiled, *steps[2:]] if isinstance(tiled, Fusion) else list(steps)
     parts: list[Step | Fusion] = []
     position = 0
     while position < len(steps):
@@ -171,6 +186,23 @@ def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | 
     return Fusion(first, name, second, steps[position : last + 1])
 
 
+def _tiled_gate(module: Any, gate: GateStep, steps: tuple[Step, ...]) -> Fusion | str | None:
+    """Return the op of a gate and the linear layer behind it in tiles, or why there is none.
+
+    ``None``: ``gate_plan`` says why, or no tiles are asked for.
+    """
+    plan, (activation, _) = gate_plan(module, gate), activation_in(module, gate.activation)
+    ops = plan.ops if isinstance(plan, FusionPlan) else ()
+    if _tile_tokens(module) is None or activation is None or ops != ("linear_glu",):
+        return None
+    following = steps[1] if len(steps) > 1 else None
+    if not isinstance(following, str):
+        return "no linear layer follows the gate"
+    first, up = (value_of(module, name) for name in gate.projections)
+    down = value_of(module, following)
+    return product_obstacle(following, down) or Fusion(first, activation, down, steps[:2], up=up)
+
+
 def _does_nothing(module: Any, step: Step) -> bool:
     """Return whether a step returns its input now, and nobody waits for its call."""
     if isinstance(step, DropoutFunction):
@@ -187,7 +219,13 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     """Return which parts of a chain are one op now, or why none is."""
     gate = _gate_of(steps)
     if gate is not None:
-        return gate_plan(module, gate)
+        tiled, gate_alone = _tiled_gate(module, gate, steps), gate_plan(module, gate)
+        if isinstance(tiled, str) and isinstance(gate_alone, FusionPlan):
+            return gate_alone._replace(note=f"not in tiles: {tiled}")
+        if tiled is None or isinstance(gate_alone, Refusal):
+            return gate_alone
+        absorbs = (*gate_alone.absorbs, str(steps[1]))
+        return FusionPlan(("mlp_tiled",), absorbs, _tiles_note(module))
     children = {step: value_of(module, step) for step in steps if isinstance(step, str)}
     activations = [name for name, child in children.items() if activation_name(child) is not None]
     begins = [_fusion_at(module, steps, position) for position in range(len(steps))]
@@ -208,10 +246,17 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
         return Refusal(hooks)
     if not fusions:
         return FusionPlan((), note=AS_FAST)
-    ops = ["linear_act" if fusion.second is None else "mlp" for fusion in fusions]
+    pairs = "mlp" if _tile_tokens(module) is None else "mlp_tiled"
+    ops = ["linear_act" if fusion.second is None else pairs for fusion in fusions]
     note = next((fusion.note for fusion in fusions if fusion.note is not None), None)
+    if note is None and "mlp_tiled" in ops:
+        note = _tiles_note(module)
     absorbed = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
     return FusionPlan(tuple(dict.fromkeys(ops)), tuple(absorbed), note)
+
+
+def _tiles_note(module: Any) -> str:
+    return f"in tiles of {_tile_tokens(module)} tokens"
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -306,12 +351,14 @@ def chain_rule(
     fused.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
     gate = _gate_of(steps)
     packed = gate is not None and len(gate.projections) == 1
-    patched = subclass(original, **{method: fused})
+    patched = subclass(original, **{method: fused}, tile_tokens=None)
     return PatchRule(original, patched, "O1" if packed else "O2", plan, methods=(method,))
 
 
 class Sequential(nn.Sequential):
     """``nn.Sequential`` that runs linear, activation (and linear) as one op where they follow."""
+
+    tile_tokens: int | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the last module's output."""

@@ -113,5 +113,6 @@ def layer_rule(
             return original.forward(self, *args, **kwargs)
         return compute(self, hidden_states, **options)
 
-    patched = subclass(original, base, forward=forward)
+    tiles = {"tile_tokens": None} if feed_forward else {}
+    patched = subclass(original, base, forward=forward, **tiles)
     return PatchRule(original, patched, "O2" if feed_forward else "O1", plan)
