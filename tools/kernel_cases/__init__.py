@@ -48,6 +48,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "linear_glu": products.linear_glu_cases,
     "linear_token_logprobs": list,
     "mlp": list,
+    "mlp_tiled": list,
     "moe_mlp": products.moe_mlp_cases,
     "moe_mlp_add_gradients": list,
     "moe_pack": experts.moe_pack_cases,
