@@ -186,7 +186,9 @@ class Backward {
     }
   }
 
-  // The part of dG, and of d(step * x) and d total what is from other tokens of the chunk.
+  // The part of dG, and of d(step * x) and d total what is from other tokens of the chunk. What the
+  // total of a token has of the diagonal cancels, but for NaN: a row less a column that both held
+  // it would lose the digits of the other terms where decays are small.
   void grad_within() {
     const int64_t count = chunk_.count, across = padded_size(count);
     transpose_small(chunk_.x_step, width_, across, width_, x_columns_, L);
@@ -204,14 +206,16 @@ class Backward {
       V sum(A(0));
       for (int64_t j = 0; j <= i; j += V::size()) {
         const int64_t at = i * L + j, lanes = std::min<int64_t>(V::size(), i + 1 - j);
+        const int64_t lanes_before = std::min<int64_t>(V::size(), i - j);
         const V grad = V::set(V(A(0)), V::loadu(grad_scores_ + at), lanes);
         const V product = grad * V::loadu(chunk_.decays + at);
         (V::loadu(grad_products_ + at) + product).store(grad_products_ + at);
-        const V term = grad * V::loadu(chunk_.scores + at);
+        const V term = V::set(V(A(0)), grad * V::loadu(chunk_.scores + at), lanes_before);
         (V::loadu(columns_ + j) + term).store(columns_ + j);
         sum = sum + term;
       }
-      grad_total_[i] = sum_lanes(sum);
+      const int64_t diagonal = i * L + i;
+      grad_total_[i] = sum_lanes(sum) + 0 * (grad_scores_[diagonal] * chunk_.scores[diagonal]);
     }
     for (int64_t i = 0; i < count; ++i) grad_total_[i] -= columns_[i];
     multiply_small<Shape::upper>(SmallProduct<A>{.a = {chunk_.scores, 1, L},
@@ -239,7 +243,8 @@ class Backward {
     multiply_small(product);
     for (int64_t i = 0; i < chunk_.count; ++i) {
       const A* from = from_state_ + i * width_;
-      const A share = dot_row(chunk_.x_left + i * width_, from, a_.head_dim);
+      A share = dot_row(chunk_.x_left + i * width_, from, a_.head_dim);
+      if (i + 1 == chunk_.count) share *= 0;  // cancels, as on the diagonal
       grad_total_[i] -= share;
       last += share;
       A* grad = grad_x_ + i * width_;
