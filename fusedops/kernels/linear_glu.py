@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -99,7 +100,9 @@ def _forward_kernel(
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    input, gate_weight, up_weight, activation, keep_preactivations = args
+    input, gate_weight, up_weight, activation, limit, keep_preactivations = args
+    if limit != 0:
+        return _bounded_forward(*args)
     shape = (*input.shape[:-1], gate_weight.shape[0])
     kept = shape if keep_preactivations else (0,)
     output, gate, up = input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
@@ -125,16 +128,36 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return output, gate, up
 
 
+def _bounded(
+    gate: torch.Tensor, up: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (gate, up) if limit == 0 else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def _bounded_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the same with bounds: torch's products, which are rounded, and swiglu's pass."""
+    input, gate_weight, up_weight, activation, limit, keep_preactivations = args
+    gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
+    output = _glu.forward(*_bounded(gate, up, limit), activation)
+    empty = input.new_empty(0)
+    return output, gate if keep_preactivations else empty, up if keep_preactivations else empty
+
+
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
+    grad_output, input, gate_weight, up_weight, gate, up, *options, output_mask = args
+    activation, limit, _ = options
     if gate.numel() != grad_output.numel():
-        _, gate, up = forward(input, gate_weight, up_weight, activation, True)
+        _, gate, up = forward(input, gate_weight, up_weight, activation, limit, True)
     dy, x = as_matrix(grad_output.contiguous()), as_matrix(input)
     wants_input, wants_gate_weight, wants_up_weight = output_mask
     wanted = (wants_input or wants_gate_weight, wants_input or wants_up_weight)
     matrices = (gate.reshape(dy.shape), up.reshape(dy.shape))
-    gradients: Any = _glu.backward(dy, *matrices, wanted, activation=activation)
+    inner = _bounded(*matrices, limit)
+    gradients: Any = _glu.backward(dy, *inner, wanted, activation=activation)
     dgate, dup = gradients
+    if limit != 0:  # 0 also of NaN, as the gradient of torch's clamp
+        dgate = None if dgate is None else torch.where(matrices[0] <= limit, dgate, 0.0)
+        dup = None if dup is None else torch.where(matrices[1].abs() <= limit, dup, 0.0)
     grad_input = None
     if wants_input:
         grad_input = torch.addmm(dgate @ gate_weight, dup, up_weight).reshape(input.shape)

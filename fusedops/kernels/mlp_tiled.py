@@ -29,7 +29,7 @@ def _layer(x: torch.Tensor, *args: Any) -> torch.Tensor:
     if up_weight is None:
         hidden, _ = linear(x, w1, b1, activation, False)
     else:
-        hidden, _, _ = linear_glu.forward(x, w1, up_weight, activation, False)
+        hidden, _, _ = linear_glu.forward(x, w1, up_weight, activation, 0.0, False)
     return F.linear(hidden, w2, b2)
 
 
@@ -43,7 +43,7 @@ def _tile_gradients(
         wants = {"wants_grad": True, "wants_bias": False, "wants_hidden": output_mask[4]}
         dz, hidden, _ = activation_gradient(grad, z, activation, **wants)
     else:
-        hidden, gate, up = linear_glu.forward(x, w1, up_weight, activation, True)
+        hidden, gate, up = linear_glu.forward(x, w1, up_weight, activation, 0.0, True)
         gradients: Any = _glu.backward(grad, gate, up, (True, True), activation=activation)
         dz, dup = gradients
     grad_input = None

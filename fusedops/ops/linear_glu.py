@@ -27,6 +27,7 @@ def linear_glu(
     up_weight: torch.Tensor,
     *,
     activation: str = "silu",
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Apply two linear transformations and multiply one, activated, by the other.
 
@@ -40,12 +41,15 @@ def linear_glu(
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (erf) or ``"gelu_tanh"`` (GeGLU),
             ``"fast_gelu"`` (``x * sigmoid(1.702 x)``), ``"relu"`` (ReGLU), ``"relu2"`` or
             ``"identity"`` (bilinear).
+        limit: bound of the products, as in DeepSeek-V4: the first is at most ``limit``, the second
+            between ``-limit`` and ``limit``. A bounded product gets no gradient.
 
     Returns:
         ``[..., out_features]``, dtype of ``input``, contiguous.
 
     Raises:
-        ValueError: a shape or device does not fit, or ``activation`` is unknown.
+        ValueError: a shape or device does not fit, ``activation`` is unknown, or ``limit`` is not
+            positive and finite.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
@@ -66,8 +70,11 @@ def linear_glu(
         tensor([[6.]])
     """
     checks.choice("linear_glu", "activation", activation, ACTIVATIONS)
+    if limit is not None:
+        checks.positive("linear_glu", "limit", limit)
     keep = records_graph(input, gate_weight, up_weight)
-    return _OP(input, gate_weight, up_weight, activation, keep)[0]
+    bound = 0.0 if limit is None else float(limit)
+    return _OP(input, gate_weight, up_weight, activation, bound, keep)[0]
 
 
 def _check(input: Any, gate_weight: Any, up_weight: Any, *_: Any) -> None:
@@ -78,13 +85,21 @@ def _check(input: Any, gate_weight: Any, up_weight: Any, *_: Any) -> None:
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    input, gate_weight, up_weight, activation, keep_preactivations = args
+    input, gate_weight, up_weight, activation, limit, keep_preactivations = args
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
     wide = dtypes.statistics_dtype(input.dtype)
-    output = (value(gate.to(wide), activation) * up.to(wide)).to(input.dtype)
+    inner, factor = bounded(gate.to(wide), up.to(wide), limit)
+    output = (value(inner, activation) * factor).to(input.dtype)
     if keep_preactivations:
         return output.contiguous(), gate.contiguous(), up.contiguous()
     return output.contiguous(), input.new_empty(0), input.new_empty(0)
+
+
+def bounded(
+    gate: torch.Tensor, up: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the products within their bounds."""
+    return (gate, up) if limit == 0 else (gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
 def _fake(
@@ -96,13 +111,16 @@ def _fake(
 
 
 def _backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
+    grad_output, input, gate_weight, up_weight, gate, up, activation, limit, _, output_mask = args
     dtype, wide = grad_output.dtype, dtypes.statistics_dtype(grad_output.dtype)
     gate = preactivation_of(input, gate_weight, None, gate).to(wide)
     up = preactivation_of(input, up_weight, None, up).to(wide)
-    grad = grad_output.to(wide)
-    grad_gate = gradient(grad * up, gate, activation).to(dtype)
-    grad_up = (grad * value(gate, activation)).to(dtype)
+    grad, (inner, factor) = grad_output.to(wide), bounded(gate, up, limit)
+    grad_gate = gradient(grad * factor, inner, activation).to(dtype)
+    grad_up = (grad * value(inner, activation)).to(dtype)
+    if limit != 0:  # 0 also of NaN, as the gradient of torch's clamp
+        grad_gate = torch.where(gate <= limit, grad_gate, 0.0)
+        grad_up = torch.where(up.abs() <= limit, grad_up, 0.0)
     grad_input = None
     if output_mask[0]:
         grad_input = (grad_gate @ gate_weight + grad_up @ up_weight).contiguous()
@@ -126,7 +144,7 @@ def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
 
 _OP = define_op(
     "linear_glu",
-    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation,"
+    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, float limit,"
     " bool keep_preactivations) -> (Tensor output, Tensor gate, Tensor up)",
     contract={
         "input": "T [*rows, features]",
@@ -134,6 +152,7 @@ _OP = define_op(
         "output": "T [*rows, columns]",
         "gate, up": "T [*rows, columns] | [0]",
         "activation": tuple(ACTIVATIONS),
+        "limit": "0 <= limit < inf",
     },
     reference=_reference,
     fake=_fake,

@@ -51,6 +51,14 @@ def chunks(
     return torch.cat(outputs, 1), state
 
 
+def bounded_chunks(
+    x: Tensor, exponent: Tensor, B: Tensor, C: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Go from chunk to chunk with exponents of which minus infinity is a decay of 0."""
+    least = -110.0 if exponent.dtype == torch.float32 else -750.0
+    return chunks(x, exponent.clamp(min=least), B, C, state, multiply=multiply_lower)
+
+
 def multiply_lower(scores: Tensor, part: Tensor) -> Tensor:
     """Return ``scores @ part`` without the terms above the diagonal, which may be 0 times NaN."""
     terms = scores.unsqueeze(-1) * part.unsqueeze(-3)

@@ -19,8 +19,12 @@ def _eager(
     up_weight: torch.Tensor,
     *,
     activation: str = "silu",
+    limit: float | None = None,
 ) -> torch.Tensor:
-    return ACTIVATIONS[activation](F.linear(input, gate_weight)) * F.linear(input, up_weight)
+    gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _call(
@@ -47,6 +51,10 @@ def _samples(new: TensorFactory) -> list[Sample]:
         *(call(name, (7,), 33, 18, name) for name in ACTIVATIONS),
         *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ("silu", "gelu")),
         Sample("one_transposed_weight", (new(5, 12), plain, transposed)),
+        *(
+            Sample(f"limit_{name}", extremes, {"activation": name, "limit": 0.875})
+            for name in ("silu", "gelu_tanh", "relu")
+        ),
         call("three_dims", (2, 3), 20, 9, "gelu"),
         call("one_row", (), 40, 11, "gelu_tanh"),
         call("one_element", (1,), 1, 1),
@@ -66,6 +74,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("gate_rank", "gate_weight", "[8]", gate_weight=gate[0]),
         bad("up_shape", "up_weight", "[5, 8]", "[4, 8]", up_weight=up[:4]),
         bad("scalar", "input", "scalar", input=x[0, 0]),
+        bad("limit", "limit", "positive", limit=0.0),
     ]
 
 

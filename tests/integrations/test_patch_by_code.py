@@ -10,6 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import home_made
@@ -21,7 +22,7 @@ from home_made import WIDTH
 from patch_testing import counted, patched_pair
 from torch import nn
 from transformers.models.bert import modeling_bert
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts, DeepseekV4MLP
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.granite import modeling_granite
@@ -321,6 +322,34 @@ def test_a_clamped_gate_is_known_by_its_code() -> None:
         assert gate is not None and gate.interleaved == interleaved
     for cls in (OtherBound, DeepseekV4Experts):
         assert clamped_gate_of(paths_of(cls, "_apply_gate")[0].result) is None
+
+
+class OneBound(DeepseekV4MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x).clamp(max=self.limit))
+
+
+@pytest.mark.parametrize(
+    ("cls", "bias", "op"),
+    [(DeepseekV4MLP, False, "linear_glu"), (DeepseekV4MLP, True, "swiglu"), (OneBound, False, "")],
+)
+def test_a_layer_with_a_clamped_gate(cls: Any, bias: bool, op: str) -> None:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "mlp_bias": bias}
+    torch.manual_seed(0)
+    pair = patched_pair(cls(SimpleNamespace(**sizes, hidden_act="silu", swiglu_limit=0.25)))
+    results = []
+    for model in pair:
+        with counted() as calls:
+            output = model(ROWS)
+        grads = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+        results.append([output, *grads])
+        if model is pair[0]:
+            assert {"linear_glu", "swiglu"} & calls.keys() == ({op} if op else set())
+    torch.testing.assert_close(*results)
+    pair[0].limit = -0.25
+    reason = fusedops.describe(pair[0]).modules[0].reason
+    assert not op or "the limit of its gate is -0.25" in reason
 
 
 EXPERTS = causal(

@@ -11,16 +11,19 @@
 
 namespace fusedops {
 
-// output = act(gate) * up. Row-major results.
+// output = act(gate) * up, or act(min(gate, limit)) * min(max(up, -limit), limit). Row-major
+// results.
 struct LinearGluForward {
   GemmCall product;  // up_weight is second_b; store and context are filled in
   void* gate;        // [rows, columns] or null
   void* up;          // [rows, columns] or null
   void* output;      // [rows, columns] or null
   Activation activation;
+  double limit = 0;  // 0: none
 };
 
 // grad_gate = grad_output * up * act'(gate), grad_up = grad_output * act(gate); dense, flat.
+// With a limit they are those of the bounded values, and 0 where gate or up was bounded.
 struct GluGradient {
   const void* grad_output;
   const void* gate;
@@ -30,6 +33,7 @@ struct GluGradient {
   int64_t numel;
   Activation activation;
   DType dtype;
+  double limit = 0;  // 0: none
 };
 
 // Epilogue of the product that gives the gradient of a gated layer's hidden features, which never

@@ -15,11 +15,20 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
+// Puts gate and up within their bounds.
+template <typename V>
+inline void bound(V& gate, V& up, const V& limit, const V& least) {
+  gate = at::vec::clamp_max(gate, limit);
+  up = at::vec::clamp(up, least, limit);
+}
+
 template <typename T, Activation A>
 void store_glu(const void* context, const Tile& tile) {
   using V = Vec<T>;
   const auto& a = *static_cast<const LinearGluForward*>(context);
   const int64_t n = a.product.n;
+  const bool bounded = a.limit > 0;
+  const V limit(static_cast<Acc<T>>(a.limit)), least(static_cast<Acc<T>>(-a.limit));
   for (int i = 0; i < tile.rows; ++i) {
     const auto* gates = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
     const auto* ups = static_cast<const Acc<T>*>(tile.second) + i * tile.stride;
@@ -27,9 +36,10 @@ void store_glu(const void* context, const Tile& tile) {
     T* up = at<T>(a.up, tile.row + i, n, tile.column);
     T* output = at<T>(a.output, tile.row + i, n, tile.column);
     for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
-      const V g = load_vec(gates + c, count, full), u = load_vec(ups + c, count, full);
+      V g = load_vec(gates + c, count, full), u = load_vec(ups + c, count, full);
       if (gate != nullptr) store_vec(gate + c, g, count, full);
       if (up != nullptr) store_vec(up + c, u, count, full);
+      if (bounded) bound(g, u, limit, least);
       if (output != nullptr) store_vec(output + c, activated<T, A>(g) * u, count, full);
     });
   }
@@ -62,6 +72,9 @@ void gradient(const GluGradient& a) {
   const auto streams = [&](const void* to) { return streams_blocks<T>(to, 1, 2 * a.numel); };
   const bool stream = (a.grad_gate == nullptr || streams(a.grad_gate)) &&
                       (a.grad_up == nullptr || streams(a.grad_up));
+  const bool bounded = a.limit > 0;
+  const V limit(static_cast<Acc<T>>(a.limit)), least(static_cast<Acc<T>>(-a.limit)),
+      zero(Acc<T>(0));
   parallel_blocks(1, a.numel, 5 * sizeof(T), [&](int64_t, int64_t first, int64_t size) {
     const T* dy = at<T>(a.grad_output, 0, 0, first);
     const T* gate = at<T>(a.gate, 0, 0, first);
@@ -69,13 +82,19 @@ void gradient(const GluGradient& a) {
     T* dgate = at<T>(a.grad_gate, 0, 0, first);
     T* dup = at<T>(a.grad_up, 0, 0, first);
     for_each_vector<V::size()>(size, [&](int64_t i, int64_t count, auto full) {
-      const V g = load_vec(gate + i, count, full), d = load_vec(dy + i, count, full);
+      V g = load_vec(gate + i, count, full), u = load_vec(up + i, count, full);
+      const V d = load_vec(dy + i, count, full), z = g, factor = u;
+      if (bounded) bound(g, u, limit, least);
       if (dgate != nullptr) {
-        const V grad = with_slope<A>(d * load_vec(up + i, count, full), slope<T, A>(g), g);
+        V grad = with_slope<A>(d * u, slope<T, A>(g), g);
+        // As the gradient of torch's clamp: 0 of what was bounded, and of NaN.
+        if (bounded) grad = V::blendv(zero, grad, z <= limit);
         store_or_stream(stream, dgate + i, grad, count, full);
       }
       if (dup != nullptr) {
-        store_or_stream(stream, dup + i, d * activated<T, A>(g), count, full);
+        V grad = d * activated<T, A>(g);
+        if (bounded) grad = V::blendv(zero, grad, factor.abs() <= limit);
+        store_or_stream(stream, dup + i, grad, count, full);
       }
     });
   });

@@ -216,7 +216,9 @@ class Backward {
         column.store(columns_ + j);
         sum = sum + V::set(V(A(0)), column, std::min<int64_t>(V::size(), i - j));
       }
-      grad_exponents_[i] = sum_lanes(sum);
+      // The diagonal has no decay; NaN in it is NaN here too.
+      const int64_t diagonal = i * L + i;
+      grad_exponents_[i] = sum_lanes(sum) + 0 * (grad_scores_[diagonal] * chunk_.scores[diagonal]);
     }
     multiply_small<Shape::upper>(SmallProduct<A>{.a = {chunk_.scores, 1, L},
                                                  .b = grad_,

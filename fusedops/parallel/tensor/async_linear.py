@@ -74,13 +74,15 @@ class _GatherProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         part, *parameters = tensors
         keep = any(ctx.needs_input_grad)
+        limit = (0.0,) if op == "linear_glu" else ()
+        options = (activation, *limit, keep)
 
         def product(rank: int, block: torch.Tensor) -> Any:
-            return _op(op)(block, *parameters, activation, keep)
+            return _op(op)(block, *parameters, *options)
 
         results = _arriving(part, group, "block", product)
         output, *saved = (_joined(blocks) for blocks in zip(*results, strict=True))
-        ctx.op, ctx.group, ctx.options = op, group, (activation, keep)
+        ctx.op, ctx.group, ctx.options = op, group, options
         ctx.save_for_backward(part, *parameters, *saved)
         return output
 

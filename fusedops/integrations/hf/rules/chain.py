@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ from fusedops.integrations.hf.rules.torch_modules import (
     torchs_product_is_faster,
     weight_of,
 )
-from fusedops.integrations.hf.symbolic import value_of
+from fusedops.integrations.hf.symbolic import at, value_of
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
@@ -68,13 +69,17 @@ class Add(NamedTuple):
 
 
 class GateStep(NamedTuple):
-    """``activation(gate(x)) * up(x)``, the first step of a layer."""
+    """``activation(gate(x)) * up(x)``, the first step of a layer.
+
+    With a limit the first product is at most this, and the second between its negative and it.
+    """
 
     # Paths of the children that are gate and up; or of one, whose halves they are
     projections: tuple[str, ...]
     activation: str | Function  # a child, or a function of torch
     half: int = 0  # which half of one projection the gate is
     scales: tuple[Scale, ...] = ()  # factors between gate and activation
+    limit: float | tuple[str, str] | None = None  # or where it is: ``("attribute", path)``
 
 
 Step = str | Function | DropoutFunction | Scale | GateStep | Add
@@ -200,6 +205,8 @@ def _tiled_gate(module: Any, gate: GateStep, steps: tuple[Step, ...]) -> Fusion 
         return "no linear layer follows the gate"
     first, up = (value_of(module, name) for name in gate.projections)
     down = value_of(module, following)
+    if gate.limit is not None:
+        return "its gate is clamped"
     return product_obstacle(following, down) or Fusion(first, activation, down, steps[:2], up=up)
 
 
@@ -287,6 +294,9 @@ def gate_plan(module: Any, gate: GateStep) -> FusionPlan | Refusal:
         return NOT_APPLICABLE
     if reason is not None:
         return Refusal(reason)
+    limit = None if gate.limit is None else at(module, gate.limit)
+    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+        return Refusal(f"the limit of its gate is {limit}")
     children = (gate.activation,) if isinstance(gate.activation, str) else ()
     if len(gate.projections) == 2:
         reason = _projections_obstacle(module, gate)
@@ -304,7 +314,8 @@ def gated(module: Any, gate: GateStep, input: torch.Tensor) -> torch.Tensor:
     ops = plan.ops if isinstance(plan, FusionPlan) else ()
     if activation is not None and ops == ("linear_glu",):
         weights = (weight_of(value_of(module, name)) for name in gate.projections)
-        return linear_glu(input, *weights, activation=activation)
+        limit = None if gate.limit is None else at(module, gate.limit)
+        return linear_glu(input, *weights, activation=activation, limit=limit)
     outputs = [value_of(module, name)(input) for name in gate.projections]
     if len(outputs) == 1:
         halves = outputs[0].chunk(2, dim=-1)
@@ -312,6 +323,9 @@ def gated(module: Any, gate: GateStep, input: torch.Tensor) -> torch.Tensor:
     first, second = outputs
     for scale in gate.scales:
         first = apply(module, scale, first)
+    if gate.limit is not None:
+        limit = at(module, gate.limit)
+        first, second = first.clamp(max=limit), second.clamp(min=-limit, max=limit)
     if activation is None or not ops:
         return apply(module, gate.activation, first) * second
     return gated_product(first, second, activation)

@@ -177,10 +177,17 @@ def _gate_of(expression: Expression) -> GateStep | None:
         step, source = step_of(projected)
         if isinstance(step, Scale):
             scales, projected = (step,), source
+        limit = None
+        match (projected, up):
+            case (
+                ("clamp", ("call", *_) as product, ("max", limit)),
+                ("clamp", ("call", *_) as factor, ("min", ("neg", lowest)), ("max", highest)),
+            ) if lowest == highest == limit and _is_number(limit):
+                projected, up = product, factor
         match (projected, up):
             case (("call", first, argument), ("call", second, other)):
                 if argument == other == INPUT and first != second:
-                    return GateStep((first, second), activation, scales=scales)
+                    return GateStep((first, second), activation, scales=scales, limit=limit)
             case (("part", chunk, half), ("part", other, rest)):
                 match chunk:
                     case ("chunk", ("call", packed, argument), 2, _) if (
