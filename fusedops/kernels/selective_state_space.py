@@ -1,11 +1,12 @@
 """selective_state_space in Triton: forward, backward, launchers.
 
-A program has some channels of a head in one sequence, keeps their state in registers and goes
-through the tokens in chunks (formulae: ``csrc/cpu/recurrence/state_space_chunk.h``): 4 products a
-chunk. The backward first stores the states before all chunks, then goes from the last chunk to the
-first with the gradient of the state: 10 products. Programs of a group leave their parts of the
-gradients of B and C, which a second kernel adds in order. States and sums are float32; a float32
-operand of a product in half precision is divided into two numbers, since states add up its errors.
+Tokens go in chunks (formulae: ``csrc/cpu/recurrence/state_space_chunk.h``). One kernel goes through
+the chunks of a sequence with a part of the state of a head in registers, and stores the states
+before all chunks; backwards it does the same with the gradients of the states after them. Of all
+chunks at once the others then compute outputs (2 products and those of C and B) and gradients (9).
+Programs of a group leave their parts of the gradients of B and C, which a last kernel adds in
+order. States and sums are float32; a float32 operand of a product in half precision is divided into
+two numbers, since states add up its errors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fusedops.kernels import _launch, _scan_steps
 from fusedops.kernels._arguments import StateSpaceArguments, of_backward
 from fusedops.kernels._device import exp
 
-_CHANNELS, _MOST_STATE = 32, 256
+_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
 @triton.jit
@@ -50,93 +51,99 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _decays(step, rate, here, BLOCK_T: tl.constexpr):
-    """Return ``total``, its last element, and the decays between tokens, 0 for later ones."""
+def _totals(step, rate, here, BLOCK_T: tl.constexpr):
+    """Return the sums of the exponents up to each token, itself included, and the last one."""
     total = tl.cumsum(tl.where(here, step * rate, 0.0), axis=0)
-    number = tl.arange(0, BLOCK_T)
-    last = tl.sum(tl.where(number == BLOCK_T - 1, total, 0.0), axis=0)
-    lower = number[:, None] >= number[None, :]
-    return total, last, tl.where(lower, exp(total[:, None] - total[None, :]), 0.0), lower
+    return total, tl.sum(tl.where(tl.arange(0, BLOCK_T) == BLOCK_T - 1, total, 0.0), axis=0)
 
 
 @triton.jit
-def _forward_kernel(
+def _lower(values, total, BLOCK_T: tl.constexpr):
+    """Return the values times the decays between tokens, 0 for those of a later token."""
+    number = tl.arange(0, BLOCK_T)
+    decayed = values * exp(total[:, None] - total[None, :])
+    return tl.where(number[:, None] >= number[None, :], decayed, 0.0)
+
+
+@triton.jit
+def _rows_of(chunk, starts_ptr, chunks_ptr, sequences_ptr, BLOCK_T: tl.constexpr):
+    """Return the rows of the tokens of a chunk, and which of them its sequence has."""
+    sequence = tl.load(sequences_ptr + chunk)
+    first = (chunk - tl.load(chunks_ptr + sequence)) * BLOCK_T
+    row = tl.load(starts_ptr + sequence) + first + tl.arange(0, BLOCK_T)
+    return row, row < tl.load(starts_ptr + sequence + 1)
+
+
+@triton.jit
+def _store_rows(ptr, row, stride, col, here, num_cols, values):
+    mask = here[:, None] & (col < num_cols)[None, :]
+    target = ptr + (row * stride)[:, None] + col[None, :]
+    tl.store(target, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _state_kernel(
     x_ptr,
     b_ptr,
-    c_ptr,
     steps_ptr,
     a_ptr,
-    d_ptr,
     initial_ptr,
     starts_ptr,
     chunks_ptr,
-    y_ptr,
-    state_ptr,
+    kept_ptr,
+    last_ptr,
     stride_x,
     stride_b,
-    stride_c,
     heads,
     groups,
     head_dim,
     state_dim,
-    HAS_D: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    KEEPS: tl.constexpr,
+    REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """With ``KEEPS`` the states before all chunks are written, and no output."""
+    """Write the states before all chunks and after the last.
+
+    With ``REVERSE``, which takes gradients of outputs as ``x`` and C as ``b``, these are the
+    gradients of the states after all chunks and before the first.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, BLOCK_N)
-    number = tl.arange(0, BLOCK_T)
+    tiles = tl.cdiv(state_dim, BLOCK_N)
+    p = tl.program_id(2) // tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.program_id(2) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     group = head // (heads // groups)
     rate = tl.load(a_ptr + head).to(tl.float32)
     place = p[:, None].to(tl.int64) * state_dim + n[None, :]
     inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
-    state_size = head_dim.to(tl.int64) * state_dim
-    zeros = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    size = head_dim.to(tl.int64) * state_dim
     state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     if HAS_INITIAL:
-        source = initial_ptr + (sequence * heads + head) * state_size + place
-        state = tl.load(source, mask=inside, other=0.0)
+        source = initial_ptr + (sequence * heads + head) * size + place
+        state = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    chunk = tl.load(chunks_ptr + sequence)
-    for first in range(begin, end, BLOCK_T):
-        row = first + number
+    kept = tl.load(chunks_ptr + sequence)
+    chunks = tl.cdiv(end - begin, BLOCK_T)
+    for index in range(chunks):
+        chunk = chunks - 1 - index if REVERSE else index
+        row = begin + chunk * BLOCK_T + tl.arange(0, BLOCK_T)
         here = row < end
         step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
         x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
         b = _load_rows(b_ptr + group * state_dim, row, stride_b, n, here, state_dim)
-        total, last, decays, lower = _decays(step, rate, here, BLOCK_T)
-        if KEEPS:
-            tl.store(state_ptr + (chunk * heads + head) * state_size + place, state, mask=inside)
-            chunk += 1
-        else:
-            c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
-            scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decays * step[None, :]
-            scores = tl.where(lower, scores, 0.0)
-            y = _dot(c, tl.trans(state), zeros, PRECISION) * exp(total)[:, None]
-            y = _dot(scores, x, y, PRECISION)
-            if HAS_D:
-                y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
-            target = y_ptr + (row * heads + head)[:, None] * head_dim + p[None, :]
-            mask = here[:, None] & (p < head_dim)[None, :]
-            tl.store(target, y.to(y_ptr.dtype.element_ty), mask=mask)
-        left = x.to(tl.float32) * (exp(last - total) * step)[:, None]
-        state = _dot(tl.trans(left), b, state * exp(last), PRECISION)
-    if not KEEPS:
-        target = state_ptr + (sequence * heads + head) * state_size + place
-        tl.store(target, state, mask=inside)
+        tl.store(kept_ptr + ((kept + chunk) * heads + head) * size + place, state, mask=inside)
+        total, last = _totals(step, rate, here, BLOCK_T)
+        factor = exp(total) if REVERSE else exp(last - total) * step
+        x = x.to(tl.float32) * factor[:, None]
+        state = _dot(tl.trans(x), b, state * exp(last), PRECISION)
+    tl.store(last_ptr + (sequence * heads + head) * size + place, state, mask=inside)
 
 
 @triton.jit
-def _backward_kernel(
-    dy_ptr,
-    dstate_ptr,
+def _output_kernel(
     x_ptr,
     b_ptr,
     c_ptr,
@@ -146,13 +153,67 @@ def _backward_kernel(
     kept_ptr,
     starts_ptr,
     chunks_ptr,
+    sequences_ptr,
+    y_ptr,
+    stride_x,
+    stride_b,
+    stride_c,
+    heads,
+    groups,
+    head_dim,
+    state_dim,
+    HAS_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    group = head // (heads // groups)
+    row, here = _rows_of(chunk, starts_ptr, chunks_ptr, sequences_ptr, BLOCK_T)
+    step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
+    rate = tl.load(a_ptr + head).to(tl.float32)
+    total, _ = _totals(step, rate, here, BLOCK_T)
+    products = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    y = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    states = kept_ptr + (chunk * heads + head) * head_dim * state_dim
+    for first in range(0, state_dim, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        b = _load_rows(b_ptr + group * state_dim, row, stride_b, n, here, state_dim)
+        c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
+        state = _load_rows(states, p, state_dim, n, p < head_dim, state_dim)
+        products = tl.dot(c, tl.trans(b), products, input_precision=PRECISION)
+        y = _dot(c, tl.trans(state), y, PRECISION)
+    scores = _lower(products * step[None, :], total, BLOCK_T)
+    x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
+    y = _dot(scores, x, y * exp(total)[:, None], PRECISION)
+    if HAS_D:
+        y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
+    _store_rows(y_ptr + head * head_dim, row, heads * head_dim, p, here, head_dim, y)
+
+
+@triton.jit
+def _gradient_kernel(
+    dy_ptr,
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    steps_ptr,
+    a_ptr,
+    d_ptr,
+    kept_ptr,
+    dkept_ptr,
+    starts_ptr,
+    chunks_ptr,
+    sequences_ptr,
     dx_ptr,
     db_ptr,
     dc_ptr,
     dsteps_ptr,
     da_ptr,
     dd_ptr,
-    dinitial_ptr,
     stride_dy,
     stride_x,
     stride_b,
@@ -163,102 +224,98 @@ def _backward_kernel(
     head_dim,
     state_dim,
     HAS_D: tl.constexpr,
-    HAS_OUTPUT: tl.constexpr,
-    HAS_STATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    sequence = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    block = tl.program_id(2)
-    p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, BLOCK_N)
-    number = tl.arange(0, BLOCK_T)
+    block = tl.program_id(2).to(tl.int64)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     shares = heads // groups
     group = head // shares
-    part = (head % shares) * tl.num_programs(2) + block
+    row, here = _rows_of(chunk, starts_ptr, chunks_ptr, sequences_ptr, BLOCK_T)
+    step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
     rate = tl.load(a_ptr + head).to(tl.float32)
-    place = p[:, None].to(tl.int64) * state_dim + n[None, :]
-    inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
-    state_size = head_dim.to(tl.int64) * state_dim
-    own_state = (sequence * heads + head) * state_size + place
-    zeros = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    wide_zeros = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    dstate = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    if HAS_STATE:
-        dstate = tl.load(dstate_ptr + own_state, mask=inside, other=0.0).to(tl.float32)
-    d = 0.0
-    if HAS_D:
-        d = tl.load(d_ptr + head).to(tl.float32)
-    da, dd = 0.0, 0.0
-    begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    chunks = tl.cdiv(end - begin, BLOCK_T)
-    for back in range(chunks):
-        chunk = chunks - 1 - back
-        row = begin + chunk * BLOCK_T + number
-        here = row < end
-        step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
-        x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
+    total, last = _totals(step, rate, here, BLOCK_T)
+    x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
+    dy = _load_rows(dy_ptr + head * head_dim, row, stride_dy, p, here, head_dim)
+    own = (chunk * tl.num_programs(2) + block) * heads + head
+    dd = tl.sum(x.to(tl.float32) * dy.to(tl.float32), axis=1)
+    tl.store(dd_ptr + own, tl.sum(dd, axis=0))
+    square = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    dscores = _dot(dy, tl.trans(x), square, PRECISION)
+    dproducts = _lower(dscores * step[None, :], total, BLOCK_T)
+    dtotal = tl.zeros((BLOCK_T,), tl.float32)
+    after = tl.zeros((BLOCK_P,), tl.float32)
+    states = (chunk * heads + head) * head_dim * state_dim
+    place = ((head % shares) * tl.num_programs(2) + block) * num_tokens * groups * state_dim
+    for first in range(0, state_dim, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
         b = _load_rows(b_ptr + group * state_dim, row, stride_b, n, here, state_dim)
         c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
-        dy = tl.zeros_like(x)
-        if HAS_OUTPUT:
-            dy = _load_rows(dy_ptr + head * head_dim, row, stride_dy, p, here, head_dim)
-        source = (tl.load(chunks_ptr + sequence) + chunk) * heads + head
-        state = tl.load(kept_ptr + source * state_size + place, mask=inside, other=0.0)
-        total, last, decays, lower = _decays(step, rate, here, BLOCK_T)
-        rise, left = exp(total), exp(last - total)
-        products = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        dscores = _dot(dy, tl.trans(x), tl.zeros((BLOCK_T, BLOCK_T), tl.float32), PRECISION)
-        dproducts = tl.where(lower, dscores * decays * step[None, :], 0.0)
-        # Of the scores without the step; what is from a later token is 0.
-        terms = tl.where(lower, dscores * products * decays, 0.0)
-        columns = tl.sum(terms, axis=0)
-        dtotal = tl.sum(terms * step[None, :], axis=1) - columns * step
-        scores = tl.where(lower, products * decays * step[None, :], 0.0)
-        from_state = _dot(b, tl.trans(dstate), zeros, PRECISION)
-        wide_x, wide_dy = x.to(tl.float32), dy.to(tl.float32)
-        of_left = tl.sum(wide_x * from_state, axis=1) * left
-        dtotal -= of_left * step
-        dx = from_state * (left * step)[:, None] + d * wide_dy
-        dx = _dot(tl.trans(scores), dy, dx, PRECISION)
-        dc = _dot(dy, state, wide_zeros, PRECISION) * rise[:, None]
+        state = _load_rows(kept_ptr + states, p, state_dim, n, p < head_dim, state_dim)
+        dstate = _load_rows(dkept_ptr + states, p, state_dim, n, p < head_dim, state_dim)
+        after += tl.sum(dstate * state, axis=1)
+        zeros = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        dc = _dot(dy, state, zeros, PRECISION) * exp(total)[:, None]
         dtotal += tl.sum(c.to(tl.float32) * dc, axis=1)
         dc = _dot(dproducts, b, dc, PRECISION)
-        db = _dot(x, dstate, wide_zeros, PRECISION) * (left * step)[:, None]
+        stride = groups * state_dim
+        _store_rows(dc_ptr + place + group * state_dim, row, stride, n, here, state_dim, dc)
+    # Loops of their own: what both keep does not fit into registers.
+    for first in range(0, state_dim, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
+        dstate = _load_rows(dkept_ptr + states, p, state_dim, n, p < head_dim, state_dim)
+        zeros = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        db = _dot(x, dstate, zeros, PRECISION) * (exp(last - total) * step)[:, None]
         db = _dot(tl.trans(dproducts), c, db, PRECISION)
-        after = tl.sum(tl.sum(dstate * state, axis=1), axis=0) * exp(last)
-        # The total of the last token, masked ones included, is that of the chunk.
-        of_last = after + tl.sum(of_left * step, axis=0)
-        dexponent = tl.sum(dtotal, axis=0) - tl.cumsum(dtotal, axis=0) + dtotal + of_last
-        dy_rise = wide_dy * rise[:, None]
-        dstate = _dot(tl.trans(dy_rise), c, dstate * exp(last), PRECISION)
-        da += tl.sum(dexponent * step, axis=0)
-        dd += tl.sum(tl.sum(wide_x * wide_dy, axis=1), axis=0)
-        dstep = rate * dexponent + columns + of_left
-        target = (tl.cast(block, tl.int64) * num_tokens + row) * heads + head
-        tl.store(dsteps_ptr + target, dstep, mask=here)
-        target = dx_ptr + (row * heads + head)[:, None] * head_dim + p[None, :]
-        mask = here[:, None] & (p < head_dim)[None, :]
-        tl.store(target, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        target = (((part.to(tl.int64) * num_tokens + row) * groups + group) * state_dim)[:, None]
-        target += n[None, :]
-        mask = here[:, None] & (n < state_dim)[None, :]
-        tl.store(db_ptr + target, db, mask=mask)
-        tl.store(dc_ptr + target, dc, mask=mask)
-    target = (sequence * tl.num_programs(2) + block) * heads + head
-    tl.store(da_ptr + target, da)
-    tl.store(dd_ptr + target, dd)
-    tl.store(dinitial_ptr + own_state, dstate, mask=inside)
+        stride = groups * state_dim
+        _store_rows(db_ptr + place + group * state_dim, row, stride, n, here, state_dim, db)
+    products = square
+    from_state = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    for first in range(0, state_dim, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        b = _load_rows(b_ptr + group * state_dim, row, stride_b, n, here, state_dim)
+        c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
+        dstate = _load_rows(dkept_ptr + states, p, state_dim, n, p < head_dim, state_dim)
+        products = tl.dot(c, tl.trans(b), products, input_precision=PRECISION)
+        from_state = _dot(b, tl.trans(dstate), from_state, PRECISION)
+    x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
+    dy = _load_rows(dy_ptr + head * head_dim, row, stride_dy, p, here, head_dim)
+    dscores = _dot(dy, tl.trans(x), square, PRECISION)
+    # Of the scores without the step.
+    terms = _lower(dscores * products, total, BLOCK_T)
+    columns = tl.sum(terms, axis=0)
+    dtotal += tl.sum(terms * step[None, :], axis=1) - columns * step
+    wide_x, wide_dy = x.to(tl.float32), dy.to(tl.float32)
+    left = exp(last - total)
+    of_left = tl.sum(wide_x * from_state, axis=1) * left
+    dtotal -= of_left * step
+    scores = _lower(products * step[None, :], total, BLOCK_T)
+    dx = from_state * (left * step)[:, None]
+    if HAS_D:
+        dx += tl.load(d_ptr + head).to(tl.float32) * wide_dy
+    dx = _dot(tl.trans(scores), dy, dx, PRECISION)
+    _store_rows(dx_ptr + head * head_dim, row, heads * head_dim, p, here, head_dim, dx)
+    # The total of the last token, masked ones included, is that of the chunk. Columns: Triton 3.7
+    # cannot compile sums of a vector that is a sum of a product's rows for sm_100.
+    column = dtotal[:, None]
+    of_last = tl.sum(after, axis=0) * exp(last) + tl.sum((of_left * step)[:, None], axis=0)
+    dexponent = tl.sum(column, axis=0)[None, :] - tl.cumsum(column, axis=0) + column
+    dexponent += of_last[None, :]
+    dstep = rate * dexponent + (columns + of_left)[:, None]
+    target = (block * num_tokens + row) * heads + head
+    tl.store((dsteps_ptr + target)[:, None], dstep, mask=here[:, None])
+    da = tl.where(here[:, None], dexponent * step[:, None], 0.0)
+    tl.store(da_ptr + own + tl.arange(0, 1), tl.sum(da, axis=0))
 
 
 def supports(*args: Any) -> str | None:
     call = StateSpaceArguments(*args)
-    if call.B.shape[3] > _MOST_STATE:
-        return f"state_dim {call.B.shape[3]} is above {_MOST_STATE}"
-    return None
+    return f"head_dim {call.input.shape[3]} is above 256" if call.input.shape[3] > 256 else None
 
 
 def supports_backward(*args: Any) -> str | None:
@@ -269,26 +326,22 @@ class _Launch(NamedTuple):
     """What the kernels of a call take."""
 
     rows: tuple[torch.Tensor, ...]  # input, B and C as [tokens, columns]
-    parameters: tuple[torch.Tensor, ...]  # steps, A and D
+    steps: tuple[torch.Tensor, ...]  # steps and A
+    d: torch.Tensor
     bounds: tuple[torch.Tensor, ...]  # first rows of sequences, and their first chunks
-    most_chunks: int
-    grid: tuple[int, int, int]
+    sequences: torch.Tensor  # of each chunk
+    grid: tuple[int, int, int]  # chunks, heads, blocks of channels
     sizes: tuple[int, ...]
     form: dict[str, Any]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return tuple(rows.stride(0) for rows in self.rows)
 
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = StateSpaceArguments(*args)
     launch = _prepare(call, _scan_steps.steps(call)[1])
+    kept, state = _states(launch, launch.rows[0], launch.rows[1], call.initial_state)
     if call.z is None:
-        output = call.input.new_empty(call.input.shape)
-        return output, _run_forward(call, launch, output, keeps=False)
-    output = call.input.new_empty(call.input.shape, dtype=torch.float32)
-    state = _run_forward(call, launch, output, keeps=False)
+        return _outputs(call, launch, kept, call.input.dtype), state
+    output = _outputs(call, launch, kept, torch.float32)
     return (output * functional.silu(call.z.float())).to(call.input.dtype), state
 
 
@@ -296,29 +349,28 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     (dy, dstate), call, _, mask = of_backward(StateSpaceArguments, args, incoming=2)
     raw, step = _scan_steps.steps(call)
     launch = _prepare(call, step)
-    x, (heads, groups, head_dim, state_dim) = launch.rows[0], launch.sizes
-    tokens, (sequences, _, blocks) = x.shape[0], launch.grid
-    kept = _run_forward(call, launch, x, keeps=True)
+    x, (heads, groups, _, _) = launch.rows[0], launch.sizes
+    chunks, _, blocks = launch.grid
+    kept, _ = _states(launch, x, launch.rows[1], call.initial_state)
+    dy, dz = torch.zeros_like(call.input) if dy is None else dy.to(x.dtype), None
+    if call.z is not None:
+        z, output = call.z.float(), _outputs(call, launch, kept, torch.float32)
+        share = torch.sigmoid(z)
+        dy, dz = dy * z * share, dy * output * share * (1 + z * (1 - share))
+    dy = _rows(dy)
+    dkept, dinitial = _states(launch, dy, launch.rows[2], dstate, reverse=True)
     wide = {"dtype": torch.float32}
     dx = call.input.new_empty(call.input.shape)
     db, dc = (x.new_empty(heads // max(1, groups) * blocks, call.B.numel(), **wide) for _ in "bc")
-    dsteps = x.new_empty(blocks, tokens * heads, **wide)
-    da, dd = (x.new_empty(sequences * blocks, heads, **wide) for _ in "ad")
-    dinitial = x.new_empty(sequences, heads, head_dim, state_dim, **wide)
-    dz = None
-    if call.z is not None:
-        dz, dy = _through_gate(call, launch, dy)
-    elif dy is not None:
-        dy = dy.to(x.dtype)
-    rows_dy = x if dy is None else _rows(dy)
-    flags = {"HAS_OUTPUT": dy is not None, "HAS_STATE": dstate is not None}
-    if dinitial.numel():
+    dsteps = x.new_empty(blocks, x.shape[0] * heads, **wide)
+    da, dd = (x.new_empty(chunks * blocks, heads, **wide) for _ in "ad")
+    if dx.numel():
         with _launch.device_of(x):
-            _backward_kernel[launch.grid](
-                *(rows_dy, _launch.dense(dstate, dinitial), *launch.rows, *launch.parameters),
-                *(kept, *launch.bounds, dx, db, dc, dsteps, da, dd, dinitial),
-                *(rows_dy.stride(0), *launch.strides, tokens, *launch.sizes),
-                **flags, **launch.form,
+            _gradient_kernel[launch.grid](
+                *(dy, *launch.rows, *launch.steps, launch.d, kept, dkept, *launch.bounds),
+                *(launch.sequences, dx, db, dc, dsteps, da, dd, dy.stride(0)),
+                *(*(rows.stride(0) for rows in launch.rows), x.shape[0], *launch.sizes),
+                HAS_D=call.D is not None, **launch.form,
             )  # fmt: skip
     totals = [_total(parts) for parts in (dsteps, da, db, dc, dd)]
     grad_dt = _scan_steps.steps_backward(call, raw, totals[0].view(raw.shape))
@@ -330,20 +382,6 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _through_gate(
-    call: StateSpaceArguments, launch: _Launch, dy: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of ``z`` and of the output before it, which is computed once more."""
-    assert call.z is not None
-    z = call.z.float()
-    if dy is None:
-        return torch.zeros_like(z), None
-    output = torch.empty_like(z, memory_format=torch.contiguous_format)
-    _run_forward(call, launch, output, keeps=False)
-    share = torch.sigmoid(z)
-    return dy * output * share * (1 + z * (1 - share)), dy * z * share
-
-
 def _total(parts: torch.Tensor) -> torch.Tensor:
     if parts.numel() == 0:
         return parts.new_zeros(parts.shape[1])
@@ -352,28 +390,47 @@ def _total(parts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _run_forward(
-    call: StateSpaceArguments, launch: _Launch, output: torch.Tensor, *, keeps: bool
-) -> torch.Tensor:
-    """Return the last states, or those before all chunks."""
-    heads, _, head_dim, state_dim = launch.sizes
-    count = launch.most_chunks if keeps else launch.grid[0]
-    state = output.new_empty(count, heads, head_dim, state_dim, dtype=torch.float32)
-    if state.numel():
-        initial = call.initial_state
-        flags = {"HAS_INITIAL": initial is not None, "KEEPS": keeps}
-        tensors = (*launch.rows, *launch.parameters, _launch.dense(initial, state), *launch.bounds)
-        with _launch.device_of(output):
-            _forward_kernel[launch.grid](
-                *tensors, output, state, *launch.strides, *launch.sizes, **flags, **launch.form
+def _states(
+    launch: _Launch,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    initial: torch.Tensor | None,
+    *,
+    reverse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states before all chunks and the last ones; ``reverse``: their gradients."""
+    chunks, heads, blocks = launch.grid
+    sizes, count = launch.sizes[2:], launch.bounds[1].shape[0]
+    kept, last = (x.new_empty(n, heads, *sizes, dtype=torch.float32) for n in (chunks, count))
+    if last.numel():
+        grid = (count, heads, blocks * triton.cdiv(sizes[1], launch.form["BLOCK_N"]))
+        flags = {"HAS_INITIAL": initial is not None, "REVERSE": reverse}
+        tensors = (x, b, *launch.steps, _launch.dense(initial, last), *launch.bounds, kept, last)
+        with _launch.device_of(x):
+            _state_kernel[grid](
+                *tensors, x.stride(0), b.stride(0), *launch.sizes, **flags, **launch.form
             )
-    return state
+    return kept, last
+
+
+def _outputs(
+    call: StateSpaceArguments, launch: _Launch, kept: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    output = call.input.new_empty(call.input.shape, dtype=dtype)
+    if output.numel():
+        tensors = (*launch.rows, *launch.steps, launch.d, kept, *launch.bounds, launch.sequences)
+        strides = (rows.stride(0) for rows in launch.rows)
+        with _launch.device_of(output):
+            _output_kernel[launch.grid](
+                *tensors, output, *strides, *launch.sizes, HAS_D=call.D is not None, **launch.form
+            )
+    return output
 
 
 def _prepare(call: StateSpaceArguments, step: torch.Tensor) -> _Launch:
     x, state_dim = call.input, call.B.shape[3]
     batch, tokens, heads, head_dim = x.shape
-    blocks = _blocks(x.dtype, head_dim, state_dim)
+    blocks = _blocks(x.dtype, head_dim)
     length = blocks["BLOCK_T"]
     if call.cu_seqlens is None:
         starts = torch.arange(batch + 1, device=x.device) * tokens
@@ -383,17 +440,17 @@ def _prepare(call: StateSpaceArguments, step: torch.Tensor) -> _Launch:
         most = tokens // length + starts.shape[0] - 1
     lengths = (starts.diff() + length - 1) // length
     chunks = lengths.cumsum(0) - lengths
+    numbers = torch.arange(most, device=x.device)
     a = call.A.contiguous()
-    grid = (starts.shape[0] - 1, heads, triton.cdiv(head_dim, blocks["BLOCK_P"]))
-    form: dict[str, Any] = {"HAS_D": call.D is not None, "PRECISION": _launch.precision(x.dtype)}
     return _Launch(
         rows=tuple(_rows(tensor) for tensor in (x, call.B, call.C)),
-        parameters=(step.contiguous(), a, _launch.dense(call.D, a)),
+        steps=(step.contiguous(), a),
+        d=_launch.dense(call.D, a),
         bounds=(starts, chunks),
-        most_chunks=most,
-        grid=grid,
+        sequences=torch.searchsorted(chunks, numbers, right=True) - 1,
+        grid=(most, heads, triton.cdiv(head_dim, blocks["BLOCK_P"])),
         sizes=(heads, call.B.shape[2], head_dim, state_dim),
-        form=form | blocks | {"num_warps": 8, "num_stages": 1},
+        form={"PRECISION": _launch.precision(x.dtype), **blocks, **_OPTIONS},
     )
 
 
@@ -403,9 +460,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _blocks(dtype: torch.dtype, head_dim: int, state_dim: int) -> dict[str, int]:
-    """Return tokens of a chunk, channels of a program, and the padded state."""
-    block_n = max(16, triton.next_power_of_2(state_dim))
-    few = dtype == torch.float32 or block_n > 128
-    block_p = min(_CHANNELS, max(16, triton.next_power_of_2(head_dim)))
-    return {"BLOCK_T": 32 if few else 64, "BLOCK_P": block_p, "BLOCK_N": block_n}
+def _blocks(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """Return tokens of a chunk, and channels and elements of a state of a program at a time."""
+    block_p = min(32, max(16, triton.next_power_of_2(head_dim)))
+    return {"BLOCK_T": 32 if dtype == torch.float32 else 64, "BLOCK_P": block_p, "BLOCK_N": 32}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedops.kernels import causal_conv1d
-from kernel_cases.case import report_case
+from fusedops.kernels import causal_conv1d, selective_state_space
+from kernel_cases.case import DTYPES, report_case
 
 
 def causal_conv1d_cases() -> list[dict[str, Any]]:
@@ -25,3 +25,25 @@ def causal_conv1d_cases() -> list[dict[str, Any]]:
     return [
         report_case(kernels[n], types, constexprs, label=label) for n, label, constexprs in cases
     ]
+
+
+def selective_state_space_cases() -> list[dict[str, Any]]:
+    wide = ("steps", "a", "d", "initial", "kept", "dkept", "last", "db", "dc", "dsteps", "da", "dd")
+    types = {f"{name}_ptr": "*fp32" for name in wide}
+    types |= {f"{name}_ptr": "*i64" for name in ("starts", "chunks", "sequences")}
+    cases = []
+    for dtype, name in DTYPES:
+        data = dict.fromkeys(("x_ptr", "b_ptr", "c_ptr", "y_ptr", "dy_ptr", "dx_ptr"), f"*{name}")
+        form: dict[str, Any] = selective_state_space._blocks(dtype, 64)
+        form |= {"PRECISION": "ieee", "HAS_D": True, "HAS_INITIAL": True}
+        for kernel, label, reverse in (
+            (selective_state_space._state_kernel, "states", False),
+            (selective_state_space._state_kernel, "gradients of states", True),
+            (selective_state_space._output_kernel, "outputs", False),
+            (selective_state_space._gradient_kernel, "gradients", False),
+        ):
+            constexprs = form | {"REVERSE": reverse}
+            given = (kernel, types | data, constexprs, selective_state_space._OPTIONS)
+            label = f"{name} {label}"
+            cases.append(report_case(*given, label=label, matrix=name == "bf16"))
+    return cases
