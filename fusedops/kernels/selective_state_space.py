@@ -359,7 +359,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         dy, dz = dy * z * share, dy * output * share * (1 + z * (1 - share))
     dy = _rows(dy)
     dkept, dinitial = _states(launch, dy, launch.rows[2], dstate, reverse=True)
-    wide = {"dtype": torch.float32}
+    wide: dict[str, Any] = {"dtype": torch.float32}
     dx = call.input.new_empty(call.input.shape)
     db, dc = (x.new_empty(heads // max(1, groups) * blocks, call.B.numel(), **wide) for _ in "bc")
     dsteps = x.new_empty(blocks, x.shape[0] * heads, **wide)
@@ -374,7 +374,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
             )  # fmt: skip
     totals = [_total(parts) for parts in (dsteps, da, db, dc, dd)]
     grad_dt = _scan_steps.steps_backward(call, raw, totals[0].view(raw.shape))
-    found = (dx, grad_dt, *totals[1:], dz, grad_dt.sum((0, 1)), dinitial)
+    found: tuple[Any, ...] = (dx, grad_dt, *totals[1:], dz, grad_dt.sum((0, 1)), dinitial)
     tensors: tuple[Any, ...] = call[:9]
     return tuple(
         grad.reshape(given.shape).to(given.dtype) if on and given is not None else None
@@ -385,7 +385,8 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
 def _total(parts: torch.Tensor) -> torch.Tensor:
     if parts.numel() == 0:
         return parts.new_zeros(parts.shape[1])
-    total = _launch.sum_rows(parts, torch.float32)
+    with _launch.device_of(parts):
+        total = _launch.sum_rows(parts, torch.float32)
     assert total is not None
     return total
 
