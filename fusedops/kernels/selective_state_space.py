@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from fusedops._core.capability import compute_capability
 from fusedops.kernels import _launch, _scan_steps
 from fusedops.kernels._arguments import StateSpaceArguments, of_backward
 from fusedops.kernels._device import exp
 
-_OPTIONS = {"num_warps": 8, "num_stages": 1}
+_STATE_CHANNELS = 64  # of a program that computes states
 
 
 @triton.jit
@@ -400,16 +401,17 @@ def _states(
     reverse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before all chunks and the last ones; ``reverse``: their gradients."""
-    chunks, heads, blocks = launch.grid
+    chunks, heads, _ = launch.grid
     sizes, count = launch.sizes[2:], launch.bounds[1].shape[0]
+    blocks = _blocks(b.dtype, sizes[0], _STATE_CHANNELS)
     kept, last = (x.new_empty(n, heads, *sizes, dtype=torch.float32) for n in (chunks, count))
     if last.numel():
-        grid = (count, heads, blocks * triton.cdiv(sizes[1], launch.form["BLOCK_N"]))
+        tiles = triton.cdiv(sizes[0], blocks["BLOCK_P"]) * triton.cdiv(sizes[1], blocks["BLOCK_N"])
         flags = {"HAS_INITIAL": initial is not None, "REVERSE": reverse}
         tensors = (x, b, *launch.steps, _launch.dense(initial, last), *launch.bounds, kept, last)
         with _launch.device_of(x):
-            _state_kernel[grid](
-                *tensors, x.stride(0), b.stride(0), *launch.sizes, **flags, **launch.form
+            _state_kernel[(count, heads, tiles)](
+                *tensors, x.stride(0), b.stride(0), *launch.sizes, **flags, **launch.form | blocks
             )
     return kept, last
 
@@ -443,6 +445,7 @@ def _prepare(call: StateSpaceArguments, step: torch.Tensor) -> _Launch:
     chunks = lengths.cumsum(0) - lengths
     numbers = torch.arange(most, device=x.device)
     a = call.A.contiguous()
+    capability = compute_capability(x.device) or (0,)
     return _Launch(
         rows=tuple(_rows(tensor) for tensor in (x, call.B, call.C)),
         steps=(step.contiguous(), a),
@@ -451,7 +454,7 @@ def _prepare(call: StateSpaceArguments, step: torch.Tensor) -> _Launch:
         sequences=torch.searchsorted(chunks, numbers, right=True) - 1,
         grid=(most, heads, triton.cdiv(head_dim, blocks["BLOCK_P"])),
         sizes=(heads, call.B.shape[2], head_dim, state_dim),
-        form={"PRECISION": _launch.precision(x.dtype), **blocks, **_OPTIONS},
+        form={"PRECISION": _launch.precision(x.dtype)} | blocks | _options(x.dtype, capability[0]),
     )
 
 
@@ -461,7 +464,16 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _blocks(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+def _blocks(dtype: torch.dtype, head_dim: int, most_channels: int = 32) -> dict[str, int]:
     """Return tokens of a chunk, and channels and elements of a state of a program at a time."""
-    block_p = min(32, max(16, triton.next_power_of_2(head_dim)))
-    return {"BLOCK_T": 32 if dtype == torch.float32 else 64, "BLOCK_P": block_p, "BLOCK_N": 32}
+    length = 32 if dtype == torch.float32 else 64
+    channels = min(length, most_channels, max(16, triton.next_power_of_2(head_dim)))
+    return {"BLOCK_T": length, "BLOCK_P": channels, "BLOCK_N": 32}
+
+
+def _options(dtype: torch.dtype, major: int) -> dict[str, int]:
+    """Return the launch options; ``major`` is the first number of the GPU's compute capability.
+
+    The instructions of sm_90 multiply tiles of 64 rows by four warps; else four would spill.
+    """
+    return {"num_warps": 4 if major == 9 and dtype != torch.float32 else 8, "num_stages": 1}
