@@ -19,12 +19,11 @@ import torch
 from torch.nn import functional
 
 from fusedops._core import checks, dtypes
+from fusedops.kernels import _scan_steps
 from fusedops.kernels._arguments import StateSpaceArguments
 from fusedops.ops import _sequences
 
 Tensor = torch.Tensor
-# ``torch.nn.functional.softplus`` is the identity above it.
-_SOFTPLUS_LIMIT = 20.0
 
 
 def check(
@@ -82,11 +81,8 @@ class _Inputs(NamedTuple):
 
 def _inputs(call: StateSpaceArguments, tokens: slice) -> _Inputs:
     wide = dtypes.statistics_dtype(call.input.dtype)
-    input, dt, B, C = (t[:, tokens].to(wide) for t in (call.input, call.dt, call.B, call.C))
-    if call.dt_bias is not None:
-        dt = dt + call.dt_bias
-    step = functional.softplus(dt) if call.dt_softplus else dt
-    step = step.clamp(call.dt_min, call.dt_max)
+    input, B, C = (t[:, tokens].to(wide) for t in (call.input, call.B, call.C))
+    dt, step = _scan_steps.steps(call, tokens)
     shares = call.input.shape[2] // max(1, call.B.shape[2])
     B, C = (t.repeat_interleave(shares, 2).unsqueeze(3) for t in (B, C))
     decay = (step[..., None] * call.A.to(wide)).exp().unsqueeze(3)
@@ -193,13 +189,7 @@ def _piece_backward(
         shares = like.shape[2] // max(1, groups)
         return joined(grads, like.squeeze(3)).unflatten(2, (groups, shares)).sum(3)
 
-    grad_dt = joined(of_step, inputs.step)
-    bounded = functional.softplus(inputs.dt) if call.dt_softplus else inputs.dt
-    inside = (bounded >= call.dt_min) & (bounded <= call.dt_max)
-    grad_dt = torch.where(inside, grad_dt, torch.zeros_like(grad_dt))
-    if call.dt_softplus:
-        slope = torch.sigmoid(inputs.dt)
-        grad_dt = grad_dt * torch.where(inputs.dt > _SOFTPLUS_LIMIT, torch.ones_like(slope), slope)
+    grad_dt = _scan_steps.steps_backward(call, inputs.dt, joined(of_step, inputs.step))
     grad_input = joined(of_input, inputs.input)
     if call.D is not None:
         grad_input = grad_input + call.D[:, None].to(wide) * grad

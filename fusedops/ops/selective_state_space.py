@@ -71,9 +71,9 @@ def selective_state_space(
         chunks of 64: a sequence in pieces of whole chunks has the bits of one call, and packed
         sequences have those of separate calls. Results do not depend on the number of threads. The
         arguments are saved, and the backward computes the states again. Where a step or ``A`` is
-        infinite, the values of its head after it in the chunk may be NaN, and a value that is not
-        finite may reach the gradient of ``dt`` of all tokens of its chunk. Autocast does not change
-        the call.
+        infinite, the values of its head after it in the chunk may be NaN. What is not finite may
+        reach the gradient of ``dt``, and on GPUs the values, of all tokens of its chunk. Autocast
+        does not change the call.
 
     Reference:
         Dao, Gu: Transformers are SSMs, arXiv:2405.21060.
@@ -196,5 +196,6 @@ _OP = define_op(
         saves=StateSpaceArguments._fields[:10],
         reference=_backward,
     ),
+    triton="fusedops.kernels.selective_state_space",
     shard=_shard,
 )

@@ -132,6 +132,7 @@ SPEC = describe(selective_state_space, _scan_eager.state_space, _samples, _bad_i
         functools.partial(_scan_eager.state_space, scan=scan)
         for scan in (
             _scan_eager.recurrence,
+            _scan_eager.chunks,
             functools.partial(_scan_eager.chunks, multiply=_scan_eager.multiply_lower),
             _scan_eager.bounded_chunks,
         )

@@ -62,6 +62,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "rms_norm": partial(rows.norm_cases, centred=False),
     "rotary_embedding": elementwise.rotary_embedding_cases,
     "scaled_masked_softmax": rows.scaled_masked_softmax_cases,
+    "selective_state_space": state_space.selective_state_space_cases,
     "square_sums": lists.square_sums_cases,
     "swiglu": partial(elementwise.glu_cases, ("silu",)),
     "token_logprobs": partial(rows.cross_entropy_cases, tokens=True),

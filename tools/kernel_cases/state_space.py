@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-from fusedops.kernels import causal_conv1d
-from kernel_cases.case import report_case
+from fusedops.kernels import causal_conv1d, selective_state_space
+from kernel_cases.case import DTYPES, report_case
 
 
 def causal_conv1d_cases() -> list[dict[str, Any]]:
@@ -25,3 +26,26 @@ def causal_conv1d_cases() -> list[dict[str, Any]]:
     return [
         report_case(kernels[n], types, constexprs, label=label) for n, label, constexprs in cases
     ]
+
+
+def selective_state_space_cases() -> list[dict[str, Any]]:
+    wide = ("steps", "a", "d", "initial", "kept", "dkept", "last", "db", "dc", "dsteps", "da", "dd")
+    types = {f"{name}_ptr": "*fp32" for name in wide}
+    types |= {f"{name}_ptr": "*i64" for name in ("starts", "chunks", "sequences")}
+    chips = ((9, (90,)), (8, (80, 100, 120)))
+    cases = []
+    for (dtype, name), (major, capabilities) in itertools.product(DTYPES, chips):
+        data = dict.fromkeys(("x_ptr", "b_ptr", "c_ptr", "y_ptr", "dy_ptr", "dx_ptr"), f"*{name}")
+        form = {"PRECISION": "ieee", "HAS_D": True, "HAS_INITIAL": True}
+        for kernel, label, reverse, channels in (
+            (selective_state_space._state_kernel, "states", False, 64),
+            (selective_state_space._state_kernel, "gradients of states", True, 64),
+            (selective_state_space._output_kernel, "outputs", False, 32),
+            (selective_state_space._gradient_kernel, "gradients", False, 32),
+        ):
+            blocks = selective_state_space._blocks(dtype, 64, channels)
+            constexprs = form | blocks | {"REVERSE": reverse}
+            given = (kernel, types | data, constexprs, selective_state_space._options(dtype, major))
+            more: dict[str, Any] = {"matrix": name == "bf16", "capabilities": capabilities}
+            cases.append(report_case(*given, label=f"{name} {label}", **more))
+    return cases
