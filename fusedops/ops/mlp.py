@@ -73,7 +73,8 @@ def mlp(
         the gradients of the parameters are sums over the tiles in float32 (float64 for float64),
         rounded once. Forward and backward with tiles of 1,536 rows then need 0.20 to 0.24 of the
         memory and 1.03 to 1.09 of the time of those that save ``z`` (16,384 rows, one thread of
-        Zen 5; 512 and 1,024 features, 4 times as many hidden ones, float32 and bfloat16). Under autocast all arguments are cast, as torch does for linear.
+        Zen 5; 512 and 1,024 features, 4 times as many hidden ones, float32 and bfloat16).
+        Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762, section 3.3.
