@@ -72,9 +72,9 @@ def mlp(
         ``recompute`` the results are the same bits on the CPU. With ``tile_tokens`` the output is;
         the gradients of the parameters are sums over the tiles in float32 (float64 for float64),
         rounded once. Forward and backward with tiles of 1,536 rows then need 0.20 to 0.24 of the
-        memory and 1.06 to 1.16 of the time of those that save ``z`` (16,384 rows, for the time
-        8,192 on one Zen 5 core; 512 and 1,024 features, 4 times as many hidden ones, float32 and
-        bfloat16). Under autocast all arguments are cast, as torch does for linear.
+        memory and 1.03 to 1.09 of the time of those that save ``z`` (16,384 rows, one thread of
+        Zen 5; 512 and 1,024 features, 4 times as many hidden ones, float32 and bfloat16).
+        Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762, section 3.3.
