@@ -321,6 +321,7 @@ void half_precision(Table& table, const std::string& type) {
   table["add." + type] = lanes<[](T a, T b) { return Narrow(number(a) + number(b)); }>;
   table["sub." + type] = lanes<[](T a, T b) { return Narrow(number(a) - number(b)); }>;
   table["mul." + type] = lanes<[](T a, T b) { return Narrow(number(a) * number(b)); }>;
+  table["mul.rn." + type] = table["mul." + type];
   table["min." + type] = lanes<[](T a, T b) { return Narrow(smaller(number(a), number(b))); }>;
   table["max." + type] = lanes<[](T a, T b) { return Narrow(larger(number(a), number(b))); }>;
   table["add.rn.f32." + type] = lanes<[](T a, float b) { return number(a) + b; }>;
