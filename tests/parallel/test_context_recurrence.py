@@ -145,7 +145,7 @@ def _compiled_gradients(rank: int) -> None:
         for function in (compiled, context_gated_delta_rule)
     )
     for key, tensor in found.items():
-        torch.testing.assert_close(tensor, want[key], rtol=1e-12, atol=1e-12)
+        comparing.assert_close(tensor, want[key], want[key], key)
 
 
 @pytest.mark.ci
