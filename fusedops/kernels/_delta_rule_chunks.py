@@ -73,9 +73,10 @@ def _rows(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Return query, key, beta as a column, ``G`` and its last row of a chunk.
+    """Return query, key, beta as a column, gates and the sums of later gates of a chunk.
 
-    Of gates there are ``GATES``, 1 or one for each channel.
+    Of gates there are ``GATES``, 1 or one for each channel. Decays are exponentials of sums of the
+    gates between two tokens, never of differences, which lose their bits after a strong gate.
     """
     row = start + tl.arange(0, CHUNK)
     exists = row < count
@@ -83,9 +84,13 @@ def _rows(
     query = load_rows(q_base, row, stride_q, exists, column, HEAD_DIM)
     key = load_rows(k_base, row, stride_k, exists, column, HEAD_DIM)
     beta = tl.load(beta_base + row.to(tl.int64) * heads, mask=exists, other=0.0)[:, None]
-    gate = load_rows(gate_base, row, heads * GATES, exists, tl.arange(0, BLOCK_G), GATES)
+    g = tl.arange(0, BLOCK_G)
+    gate = load_rows(gate_base, row, heads * GATES, exists, g, GATES)
+    follows = (row + 1 < count) & (row + 1 < start + CHUNK)
+    after = load_rows(gate_base, row + 1, heads * GATES, follows, g, GATES)
+    after = tl.cumsum(after, 0, reverse=True)
     query = _normalised(query, NORM) * scale
-    return query, _normalised(key, NORM), beta, tl.cumsum(gate, 0), tl.sum(gate, 0)
+    return query, _normalised(key, NORM), beta, gate, after
 
 
 @triton.jit
@@ -95,18 +100,22 @@ def _column(matrix, i, j):
 
 
 @triton.jit
-def _since(total, i):
+def _since(gate, i):
     """Return the decays from token to token with one gate, 0 to earlier ones."""
-    return exp(tl.where(i[:, None] >= i[None, :], total - tl.trans(total), float("-inf")))
+    total = tl.cumsum(tl.where(i[:, None] > i[None, :], gate, 0.0), 0)
+    return exp(tl.where(i[:, None] >= i[None, :], total, float("-inf")))
 
 
 @triton.jit
-def _decayed_key(key, total, i, j):
-    """Return the decay from token ``j`` to each, 0 to earlier ones, and the key times that."""
-    here = i[:, None] == j
-    since = total - tl.sum(tl.where(here, total, 0.0), 0, keep_dims=True)
+def _decayed_key(key, gate, since, i, j):
+    """Return the sums of gates since token ``j``, the decays from it, and its key times these.
+
+    ``since`` are the sums since token ``j + 1``. Decays to earlier tokens are 0.
+    """
+    added = tl.sum(tl.where(i[:, None] == j + 1, gate, 0.0), 0, keep_dims=True)
+    since = tl.where(i[:, None] > j, since + added, 0.0)
     decay = exp(tl.where(i[:, None] >= j, since, float("-inf")))
-    return decay, tl.sum(tl.where(here, key, 0.0), 0, keep_dims=True) * decay
+    return since, decay, tl.sum(tl.where(i[:, None] == j, key, 0.0), 0, keep_dims=True) * decay
 
 
 @triton.jit
@@ -177,7 +186,7 @@ def prepare_kernel(
     of_head = first * heads + wide_head
     i = tl.arange(0, CHUNK)
     for start in tl.range(part * CHUNK, count, parts * CHUNK):
-        query, key, beta, total, last = _rows(
+        query, key, beta, gate, after = _rows(
             q_base,
             k_base,
             gate_ptr + of_head * GATES,
@@ -195,15 +204,17 @@ def prepare_kernel(
             BLOCK_G,
         )
         if BLOCK_G == 1:
-            decay = _since(total, i)
+            decay = _since(gate, i)
             both = tl.dot(_stack(key, query), tl.trans(key), input_precision=PRECISION)
             keys, scores = _unstack(both)
             keys, scores = keys * decay, scores * decay
         else:
             keys = tl.zeros((CHUNK, CHUNK), tl.float32)
             scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-            for j in tl.range(0, CHUNK):
-                since, decayed = _decayed_key(key, total, i, j)
+            since = tl.zeros_like(gate)
+            for step in tl.range(0, CHUNK):
+                j = CHUNK - 1 - step
+                since, decay, decayed = _decayed_key(key, gate, since, i, j)
                 here = i[None, :] == j
                 keys = tl.where(here, tl.sum(key * decayed, 1, keep_dims=True), keys)
                 scores = tl.where(here, tl.sum(query * decayed, 1, keep_dims=True), scores)
@@ -223,14 +234,14 @@ def prepare_kernel(
         exists = row < count
         k = tl.arange(0, BLOCK_K)
         at, stride = of_head * HEAD_DIM, heads * HEAD_DIM
-        rise = exp(total)
+        rise = exp(tl.cumsum(gate, 0))
         store_rows(read_keys_ptr + at, row, stride, exists, k, HEAD_DIM, key * rise)
         store_rows(read_queries_ptr + at, row, stride, exists, k, HEAD_DIM, query * rise)
-        written = key * exp(last[None, :] - total)
+        written = key * exp(after)
         store_rows(written_ptr + at, row, stride, exists, k, HEAD_DIM, written)
-        gate = tl.arange(0, BLOCK_G)
+        g = tl.arange(0, BLOCK_G)
         at = ((number + start // CHUNK) * heads + wide_head) * GATES
-        tl.store(decay_ptr + at + gate, exp(last), mask=gate < GATES)
+        tl.store(decay_ptr + at + g, exp(tl.sum(gate, 0)), mask=g < GATES)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -316,7 +327,7 @@ def gradients_kernel(
             of_states += tl.sum(by_state * by_grad, 0)
             rows = tl.dot(both, by_state, rows, input_precision=PRECISION)
             columns = tl.dot(new, by_grad, columns, input_precision=PRECISION)
-        query, key, beta, total, last = _rows(
+        query, key, beta, gate, after = _rows(
             q_base,
             k_base,
             gate_ptr + of_head * GATES,
@@ -343,13 +354,13 @@ def gradients_kernel(
         grad_beta += tl.sum(of_keys * keys, 1)
         of_keys = of_keys * beta
         # The key as a row has the factor exp(G), as a column exp(-G).
-        rise = exp(total)
+        rise = exp(tl.cumsum(gate, 0))
         grad_query = grad_query * rise
         key_rows = key_rows * (beta * rise)
-        columns = columns * exp(last[None, :] - total)
+        columns = columns * exp(after)
         of_rows = tl.cumsum(query * grad_query + key * key_rows, 0, reverse=True)
         before = tl.where(earlier, 1.0, 0.0)
-        grad_gate = of_rows + of_states[None, :] * exp(last)[None, :]
+        grad_gate = of_rows + (of_states * exp(tl.sum(gate, 0)))[None, :]
         grad_gate += tl.dot(before, key * columns, input_precision="ieee")
         grad_key = key_rows + columns
         # A gate decays what crosses its token: _delta_math._gate_gradient.
@@ -357,7 +368,7 @@ def gradients_kernel(
             crossing = tl.cumsum(of_scores * scores + of_keys * keys, 0, reverse=True)
             crossing = tl.sum(tl.where(earlier, crossing, 0.0), 1, keep_dims=True)
             grad_gate = tl.sum(grad_gate, 1, keep_dims=True) + crossing
-            decay = _since(total, i)
+            decay = _since(gate, i)
             of_scores = of_scores * decay
             of_keys = of_keys * decay
             grad_query = tl.dot(of_scores, key, grad_query, input_precision=PRECISION)
@@ -365,20 +376,22 @@ def gradients_kernel(
             grad_key = tl.dot(tl.trans(of_keys), key, grad_key, input_precision=PRECISION)
             grad_key = tl.dot(tl.trans(of_scores), query, grad_key, input_precision=PRECISION)
         else:
-            for j in tl.range(0, CHUNK):
-                since, decayed = _decayed_key(key, total, i, j)
+            since = tl.zeros_like(gate)
+            for step in tl.range(0, CHUNK):
+                j = CHUNK - 1 - step
+                since, decay, decayed = _decayed_key(key, gate, since, i, j)
                 of_score, of_key = _column(of_scores, i, j), _column(of_keys, i, j)
                 grad_query += of_score * decayed
                 grad_key += of_key * decayed
                 row_terms = of_score * query + of_key * key
-                of_column = tl.sum(row_terms * since, 0, keep_dims=True)
+                of_column = tl.sum(row_terms * decay, 0, keep_dims=True)
                 grad_key += tl.where(i[:, None] == j, of_column, 0.0)
                 crossing = tl.cumsum(row_terms * decayed, 0, reverse=True)
                 grad_gate += tl.where(i[:, None] > j, crossing, 0.0)
         at = of_head * HEAD_DIM
         store_rows(dq_ptr + at, row, heads * HEAD_DIM, exists, k, HEAD_DIM, grad_query * scale)
         store_rows(dk_ptr + at, row, heads * HEAD_DIM, exists, k, HEAD_DIM, grad_key)
-        gate = tl.arange(0, BLOCK_G)
+        g = tl.arange(0, BLOCK_G)
         at = of_head * GATES
-        store_rows(dgate_ptr + at, row, heads * GATES, exists, gate, GATES, grad_gate)
+        store_rows(dgate_ptr + at, row, heads * GATES, exists, g, GATES, grad_gate)
         tl.store(dbeta_ptr + of_head + row.to(tl.int64) * heads, grad_beta, mask=exists)

@@ -52,17 +52,25 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _totals(step, rate, here, BLOCK_T: tl.constexpr):
-    """Return the sums of the exponents up to each token, itself included, and the last one."""
-    total = tl.cumsum(tl.where(here, step * rate, 0.0), axis=0)
-    return total, tl.sum(tl.where(tl.arange(0, BLOCK_T) == BLOCK_T - 1, total, 0.0), axis=0)
+def _exponents(step, rate, here, BLOCK_T: tl.constexpr):
+    """Return the exponents of decays, and their sums up to each token and after each.
+
+    Decays are exponentials of sums of the exponents between two tokens, never of differences, which
+    lose their bits after a strong decay. One of +inf is no decay, and makes its results NaN.
+    """
+    number = tl.arange(0, BLOCK_T)
+    exponent = tl.where(here, step * rate, 0.0)
+    exponent = tl.where(exponent == float("inf"), float("nan"), exponent)
+    later = tl.where(number[:, None] > number[None, :], exponent[:, None], 0.0)
+    return exponent, tl.cumsum(exponent, axis=0), tl.sum(later, axis=0)
 
 
 @triton.jit
-def _lower(values, total, BLOCK_T: tl.constexpr):
+def _lower(values, exponent, BLOCK_T: tl.constexpr):
     """Return the values times the decays between tokens, 0 for those of a later token."""
     number = tl.arange(0, BLOCK_T)
-    decayed = values * exp(total[:, None] - total[None, :])
+    between = tl.where(number[:, None] > number[None, :], exponent[:, None], 0.0)
+    decayed = values * exp(tl.cumsum(between, axis=0))
     return tl.where(number[:, None] >= number[None, :], decayed, 0.0)
 
 
@@ -136,10 +144,10 @@ def _state_kernel(
         x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
         b = _load_rows(b_ptr + group * state_dim, row, stride_b, n, here, state_dim)
         tl.store(kept_ptr + ((kept + chunk) * heads + head) * size + place, state, mask=inside)
-        total, last = _totals(step, rate, here, BLOCK_T)
-        factor = exp(total) if REVERSE else exp(last - total) * step
+        exponent, total, after = _exponents(step, rate, here, BLOCK_T)
+        factor = exp(total) if REVERSE else exp(after) * step
         x = x.to(tl.float32) * factor[:, None]
-        state = _dot(tl.trans(x), b, state * exp(last), PRECISION)
+        state = _dot(tl.trans(x), b, state * exp(tl.sum(exponent, axis=0)), PRECISION)
     tl.store(last_ptr + (sequence * heads + head) * size + place, state, mask=inside)
 
 
@@ -176,7 +184,7 @@ def _output_kernel(
     row, here = _rows_of(chunk, starts_ptr, chunks_ptr, sequences_ptr, BLOCK_T)
     step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
     rate = tl.load(a_ptr + head).to(tl.float32)
-    total, _ = _totals(step, rate, here, BLOCK_T)
+    exponent, total, _ = _exponents(step, rate, here, BLOCK_T)
     products = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     y = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     states = kept_ptr + (chunk * heads + head) * head_dim * state_dim
@@ -187,7 +195,7 @@ def _output_kernel(
         state = _load_rows(states, p, state_dim, n, p < head_dim, state_dim)
         products = tl.dot(c, tl.trans(b), products, input_precision=PRECISION)
         y = _dot(c, tl.trans(state), y, PRECISION)
-    scores = _lower(products * step[None, :], total, BLOCK_T)
+    scores = _lower(products * step[None, :], exponent, BLOCK_T)
     x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
     y = _dot(scores, x, y * exp(total)[:, None], PRECISION)
     if HAS_D:
@@ -239,7 +247,7 @@ def _gradient_kernel(
     row, here = _rows_of(chunk, starts_ptr, chunks_ptr, sequences_ptr, BLOCK_T)
     step = tl.load(steps_ptr + row * heads + head, mask=here, other=0.0)
     rate = tl.load(a_ptr + head).to(tl.float32)
-    total, last = _totals(step, rate, here, BLOCK_T)
+    exponent, total, later = _exponents(step, rate, here, BLOCK_T)
     x = _load_rows(x_ptr + head * head_dim, row, stride_x, p, here, head_dim)
     dy = _load_rows(dy_ptr + head * head_dim, row, stride_dy, p, here, head_dim)
     own = (chunk * tl.num_programs(2) + block) * heads + head
@@ -247,7 +255,7 @@ def _gradient_kernel(
     tl.store(dd_ptr + own, tl.sum(dd, axis=0))
     square = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     dscores = _dot(dy, tl.trans(x), square, PRECISION)
-    dproducts = _lower(dscores * step[None, :], total, BLOCK_T)
+    dproducts = _lower(dscores * step[None, :], exponent, BLOCK_T)
     dtotal = tl.zeros((BLOCK_T,), tl.float32)
     after = tl.zeros((BLOCK_P,), tl.float32)
     states = (chunk * heads + head) * head_dim * state_dim
@@ -271,7 +279,7 @@ def _gradient_kernel(
         c = _load_rows(c_ptr + group * state_dim, row, stride_c, n, here, state_dim)
         dstate = _load_rows(dkept_ptr + states, p, state_dim, n, p < head_dim, state_dim)
         zeros = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        db = _dot(x, dstate, zeros, PRECISION) * (exp(last - total) * step)[:, None]
+        db = _dot(x, dstate, zeros, PRECISION) * (exp(later) * step)[:, None]
         db = _dot(tl.trans(dproducts), c, db, PRECISION)
         stride = groups * state_dim
         _store_rows(db_ptr + place + group * state_dim, row, stride, n, here, state_dim, db)
@@ -288,25 +296,27 @@ def _gradient_kernel(
     dy = _load_rows(dy_ptr + head * head_dim, row, stride_dy, p, here, head_dim)
     dscores = _dot(dy, tl.trans(x), square, PRECISION)
     # Of the scores without the step.
-    terms = _lower(dscores * products, total, BLOCK_T)
+    terms = _lower(dscores * products, exponent, BLOCK_T)
     columns = tl.sum(terms, axis=0)
-    dtotal += tl.sum(terms * step[None, :], axis=1) - columns * step
     wide_x, wide_dy = x.to(tl.float32), dy.to(tl.float32)
-    left = exp(last - total)
+    left = exp(later)
     of_left = tl.sum(wide_x * from_state, axis=1) * left
-    dtotal -= of_left * step
-    scores = _lower(products * step[None, :], total, BLOCK_T)
+    scores = _lower(products * step[None, :], exponent, BLOCK_T)
     dx = from_state * (left * step)[:, None]
     if HAS_D:
         dx += tl.load(d_ptr + head).to(tl.float32) * wide_dy
     dx = _dot(tl.trans(scores), dy, dx, PRECISION)
     _store_rows(dx_ptr + head * head_dim, row, heads * head_dim, p, here, head_dim, dx)
-    # The total of the last token, masked ones included, is that of the chunk. Columns: Triton 3.7
-    # cannot compile sums of a vector that is a sum of a product's rows for sm_100.
-    column = dtotal[:, None]
-    of_last = tl.sum(after, axis=0) * exp(last) + tl.sum((of_left * step)[:, None], axis=0)
-    dexponent = tl.sum(column, axis=0)[None, :] - tl.cumsum(column, axis=0) + column
-    dexponent += of_last[None, :]
+    # An exponent decays what crosses its token: from earlier tokens to it and later ones, from
+    # earlier ones to the last state, from the first state to it and later ones, and to the last.
+    number = tl.arange(0, BLOCK_T)
+    crossing = tl.cumsum(terms * step[None, :], axis=0, reverse=True) + (of_left * step)[None, :]
+    crossing = tl.where(number[:, None] > number[None, :], crossing, 0.0)
+    # Columns: Triton 3.7 cannot compile sums of a vector that is a sum of a product's rows for
+    # sm_100.
+    dexponent = tl.cumsum(dtotal[:, None], axis=0, reverse=True)
+    dexponent += tl.sum(crossing, axis=1, keep_dims=True)
+    dexponent += tl.sum(after, axis=0) * exp(tl.sum(exponent, axis=0))
     dstep = rate * dexponent + (columns + of_left)[:, None]
     target = (block * num_tokens + row) * heads + head
     tl.store((dsteps_ptr + target)[:, None], dstep, mask=here[:, None])

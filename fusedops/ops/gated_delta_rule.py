@@ -68,7 +68,7 @@ def gated_delta_rule(
         channel in chunks of 16: a sequence in pieces of whole chunks has the bits of one call, and
         packed sequences have those of separate calls. Results do not depend on the number of
         threads. The arguments are saved, and the backward computes the states again. A gate above 0
-        is not refused, but may overflow. A gate may be -inf on a CPU. Any other value that is
+        is not refused, but may overflow. A gate may be -inf. Any other value that is
         not finite may make all values and gradients of its head and sequence NaN. Autocast does not
         change the call.
 

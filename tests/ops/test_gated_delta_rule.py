@@ -85,7 +85,9 @@ def test_strong_decays_stay_finite(*, per_channel: bool) -> None:
 
 
 @channels
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
 @pytest.mark.parametrize("strongest", [-200.0, -1e6, -torch.inf])
 def test_tokens_after_a_strong_decay_are_exact(
     *, per_channel: bool, backend: str, strongest: float

@@ -154,8 +154,9 @@ def test_decays_of_many_tokens_have_no_bias() -> None:
         assert_close(state.flatten(), want, base, op.__name__)
 
 
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("triton", marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("step", [40.0, 1e5])
-def test_strong_decays_of_selective_state_space_are_exact(step: float) -> None:
+def test_strong_decays_of_selective_state_space_are_exact(step: float, backend: str) -> None:
     """The gradients of ``A`` and ``dt`` are small there; large terms of them must not cancel."""
     torch.manual_seed(0)
     x, B, C = new(1, 90, 2, 16), new(1, 90, 1, 8), new(1, 90, 1, 8)
@@ -164,9 +165,10 @@ def test_strong_decays_of_selective_state_space_are_exact(step: float) -> None:
     given = (x, dt.requires_grad_(), (-1 - torch.rand(2)).requires_grad_(), B, C, new(1, 2, 16, 8))
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     results = []
-    for tensors in (given, exact):
+    for tensors, name in ((given, backend), (exact, "torch")):
         *inputs, state = tensors
-        output = fusedops.selective_state_space(*inputs, initial_state=state)
+        with fusedops.use_backend(name):
+            output = fusedops.selective_state_space(*inputs, initial_state=state)
         results.append([output, *torch.autograd.grad(output.sum(), tensors)])
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected, expected.float(), depth=90)
