@@ -374,4 +374,6 @@ def _blocks(kernel: Any, gates: int, key_dim: int, value_dim: int) -> _launch.Ti
         num_warps = 2
     elif kernel is gradients_kernel and gates > 1:
         num_warps = 8
-    return sizes, {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    # Lanes that add up products of each other must not fuse them: their sums would differ in bits.
+    fusion = kernel not in (prepare_kernel, gradients_kernel)
+    return sizes, {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": fusion}

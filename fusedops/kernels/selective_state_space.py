@@ -484,6 +484,8 @@ def _blocks(dtype: torch.dtype, head_dim: int, most_channels: int = 32) -> dict[
 def _options(dtype: torch.dtype, major: int) -> dict[str, int]:
     """Return the launch options; ``major`` is the first number of the GPU's compute capability.
 
-    The instructions of sm_90 multiply tiles of 64 rows by four warps; else four would spill.
+    The instructions of sm_90 multiply tiles of 64 rows by four warps; else four would spill. Lanes
+    that add up products of each other must not fuse them: their sums would differ in bits.
     """
-    return {"num_warps": 4 if major == 9 and dtype != torch.float32 else 8, "num_stages": 1}
+    num_warps = 4 if major == 9 and dtype != torch.float32 else 8
+    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
